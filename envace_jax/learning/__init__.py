@@ -1,0 +1,1 @@
+"""Role-wise GRPO: advantages, loss, packing, update, trainer, checkpoints."""

@@ -1,0 +1,1 @@
+"""Ahead-of-time compilation for topologies that are not there."""

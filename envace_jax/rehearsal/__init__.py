@@ -1,0 +1,1 @@
+"""ACT and REHEARSE: prompts, ledgers, the episode state machine, rollouts."""

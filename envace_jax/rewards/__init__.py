@@ -1,0 +1,1 @@
+"""Checklists, judges and rule verifiers."""

@@ -1,0 +1,1 @@
+"""Rollout engine: device programs and the host that feeds them."""

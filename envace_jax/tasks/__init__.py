@@ -1,0 +1,1 @@
+"""Building checklisted tasks from conversations."""

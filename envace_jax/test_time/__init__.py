@@ -1,0 +1,1 @@
+"""Private rehearsals before one committed run."""

@@ -1,0 +1,1 @@
+"""Tokens, chat protocol, tool calls and their schemas: no model, no device."""

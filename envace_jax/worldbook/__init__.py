@@ -1,0 +1,1 @@
+"""Trace2Env: from traces to a worldbook and an agentic world model."""
