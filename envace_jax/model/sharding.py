@@ -1,0 +1,110 @@
+"""One table from logical to mesh axes, the mesh itself, and the few operations that use both.
+
+Every array of the project is laid out by `Rules`: layers never name a mesh axis. Axis types are explicit, so
+that an array's layout is part of its type and gradients keep the layout of their weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from envace_jax.config import UserError
+
+MESH_AXES = ("replica", "fsdp", "tensor", "expert")
+Axis = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Logical axis -> mesh axis (or axes, or none).
+
+    `embed` is the axis of weights that fully-sharded data parallelism cuts; `gather` undoes it for one layer
+    at a time, inside the scan, so that only one layer's whole weights exist at once.
+    """
+
+    batch: Axis = ("replica", "fsdp", "expert")
+    sequence: Axis = None
+    embed: Axis = "fsdp"
+    heads: Axis = "tensor"
+    kv_heads: Axis = "tensor"
+    head_dim: Axis = None
+    ffn: Axis = "tensor"
+    vocab: Axis = "tensor"
+    experts: Axis = "expert"
+    layers: Axis = None
+
+    def spec(self, *logical: str | None) -> P:
+        """PartitionSpec for an array whose axes carry these logical names (None = not sharded)."""
+        return P(*(getattr(self, name) if name else None for name in logical))
+
+    def gathered(self, *logical: str | None) -> P:
+        """The same with the `embed` axis whole: the layout in which a weight is used."""
+        return P(*(getattr(self, name) if name and name != "embed" else None for name in logical))
+
+
+def mesh_active() -> bool:
+    """Whether a mesh has been set (`jax.set_mesh`); without one nothing is annotated."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def layout(rules: Rules, *logical: str | None) -> P | None:
+    """`out_sharding` for an operation under the current mesh, None where no mesh is set."""
+    return rules.spec(*logical) if mesh_active() else None
+
+
+def gather(rules: Rules, x: jax.Array, *logical: str | None) -> jax.Array:
+    """Brings a weight into the layout in which it is used (whole along `embed`)."""
+    return jax.reshard(x, rules.gathered(*logical)) if mesh_active() else x
+
+
+def make_mesh(
+    replica: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A named mesh with explicit axes; raises `UserError` when the sizes do not fit the devices."""
+    shape = (replica, fsdp, tensor, expert)
+    devices = list(devices if devices is not None else jax.devices())
+    want = math.prod(shape)
+    if min(shape) < 1 or want > len(devices):
+        sizes = ", ".join(f"mesh.{a}={n}" for a, n in zip(MESH_AXES, shape))
+        raise UserError(f"{sizes} asks for {want} devices, {len(devices)} are there")
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Explicit,) * 4, devices=devices[:want])
+
+
+PARAM_AXES: dict[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", "embed"),
+    "lm_head": ("embed", "vocab"),
+    "final_norm": (None,),
+    "layers/attn_norm": ("layers", None),
+    "layers/mlp_norm": ("layers", None),
+    "layers/q": ("layers", "embed", "heads", "head_dim"),
+    "layers/k": ("layers", "embed", "kv_heads", "head_dim"),
+    "layers/v": ("layers", "embed", "kv_heads", "head_dim"),
+    "layers/o": ("layers", "heads", "head_dim", "embed"),
+    "layers/q_norm": ("layers", None),
+    "layers/k_norm": ("layers", None),
+    "layers/gate": ("layers", "embed", "ffn"),
+    "layers/up": ("layers", "embed", "ffn"),
+    "layers/down": ("layers", "ffn", "embed"),
+}
+"""Logical axes of every parameter, by its path in the tree."""
+
+
+def param_path(path: Sequence[Any]) -> str:
+    """`layers/q` for a key path of `jax.tree_util`."""
+    return "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+
+
+def param_shardings(params: Any, mesh: Mesh, rules: Rules) -> Any:
+    """NamedShardings for a parameter tree (arrays or shapes)."""
+
+    def one(path: Sequence[Any], _: Any) -> NamedSharding:
+        return NamedSharding(mesh, rules.spec(*PARAM_AXES[param_path(path)]))
+
+    return jax.tree_util.tree_map_with_path(one, params)
