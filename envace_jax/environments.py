@@ -1,0 +1,63 @@
+"""Real environments: the ground truth that rehearsal is measured against, and the observations of one arm."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from envace_jax.config import UserError
+from envace_jax.datasets.cm2 import Task
+
+
+class Environment(Protocol):
+    """A resettable, forkable, stateful tool backend.
+
+    ``step`` takes JSON arguments and returns a JSON value; a call that is refused returns one that `is_rejection`
+    recognises, it never raises. ``state_hash`` is equal for equal states and stable between processes.
+    """
+
+    def reset(self, task: Task) -> None: ...
+
+    def step(self, name: str, arguments: dict[str, Any]) -> Any: ...
+
+    def fork(self) -> Environment: ...
+
+    def state_hash(self) -> str: ...
+
+
+def make_environment(task: Task) -> Environment:
+    """A fresh environment of the task's own kind (``task.meta["environment"]``), reset to the task.
+
+    Raises:
+        UserError: the task names no environment, or one that does not exist or is not installed.
+    """
+    name = task.meta.get("environment")
+    environment: Environment
+    if name == "quickstart":
+        from envace_jax.datasets.quickstart.environment import QuickstartEnvironment
+
+        environment = QuickstartEnvironment()
+    elif name == "bfcl":
+        from envace_jax.datasets.bfcl import BfclEnvironment
+
+        environment = BfclEnvironment()
+    elif name in ("tau2_airline", "tau2_retail"):
+        from envace_jax.datasets.tau2 import Tau2Environment
+
+        environment = Tau2Environment()
+    else:
+        raise UserError(
+            f"task {task.uuid}: meta.environment is {name!r}: expected quickstart, bfcl, tau2_airline or tau2_retail"
+        )
+    environment.reset(task)
+    return environment
+
+
+def is_rejection(environment_name: str, value: Any) -> bool:
+    """Whether a result says that the call was refused (had no effect because something about it was wrong)."""
+    if isinstance(value, dict) and ("error" in value or "error_tool_call" in value):
+        return True
+    if environment_name == "bfcl":
+        return isinstance(value, str) and value.startswith("Error during execution")
+    if environment_name.startswith("tau2"):
+        return isinstance(value, str) and value.startswith("Error")
+    return False
