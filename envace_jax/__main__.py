@@ -1,0 +1,7 @@
+"""`python -m envace_jax COMMAND`."""
+
+import sys
+
+from envace_jax.cli import main
+
+sys.exit(main())

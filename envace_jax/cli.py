@@ -1,0 +1,177 @@
+"""The one command: `python -m envace_jax COMMAND [--config configs/X.py] [--config.key=value …]`.
+
+Every command is a function in the package that does the work; this file finds it, reads the configuration and
+turns the user's mistakes into one message and exit status 2. Nothing here imports jax before the
+configuration holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from envace_jax import __version__
+from envace_jax.config import UserError, apply_preset, default_config, flat, set_key, unknown_key, validate
+
+Arguments = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command: where its function is (`module:function`), what it says of itself, what it takes.
+
+    The function gets (cfg, args) where `config` is true, else (args,); what it returns is the exit status
+    (None is 0). `arguments` names a function that adds options to the parser, in the same module.
+    """
+
+    target: str
+    help: str
+    config: bool = True
+    arguments: str = ""
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("envace_jax.learning.trainer:run_train", "train a policy (role-wise GRPO)"),
+    "warmstart": Command("envace_jax.learning.warmstart:run_warmstart", "train both roles on recorded conversations"),
+    "rollout": Command("envace_jax.rehearsal.command:run_rollout", "roll tasks out and write the trajectories"),
+    "evaluate": Command(
+        "envace_jax.evaluation.command:run_evaluate", "measure a policy", arguments="add_arguments"
+    ),
+    "import": Command(
+        "envace_jax.model.command:run_import", "read a Hugging Face folder into a checkpoint", False, "add_import"
+    ),
+    "export": Command(
+        "envace_jax.model.command:run_export", "write a run's model as a Hugging Face folder", False, "add_export"
+    ),
+    "show": Command("envace_jax.report.show:run_show", "print one task as the policy sees it", True, "add_arguments"),
+    "doctor": Command("envace_jax.report.doctor:run_doctor", "versions, devices, disk, endpoints, template"),
+    "config": Command("envace_jax.cli:run_config", "print the resolved configuration as JSON"),
+}
+
+
+def load_file(path: str) -> ModuleType:
+    """Imports a configuration file by its path; raises `UserError` when it is not there or has no get_config."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"--config {path}: no such file; configs/ holds examples")
+    spec = importlib.util.spec_from_file_location(f"envace_config_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config {path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"--config {path}: {type(e).__name__}: {e}") from e
+    if not callable(getattr(module, "get_config", None)):
+        raise UserError(f"--config {path}: defines no get_config()")
+    return module
+
+
+def load_config(path: str | None, overrides: Sequence[str] = ()) -> ConfigDict:
+    """Default tree, then the file, then a preset named on the command line, then the other overrides.
+
+    `overrides` are `--config.a.b=value` strings; values are read by the type of the default.
+    """
+    cfg = load_file(path).get_config() if path else default_config()
+    given = dict(_split(o) for o in overrides)
+    if "preset" in given:
+        set_key(cfg, "preset", given["preset"])
+        cfg = apply_preset(cfg)
+    known = {name for name, _ in flat(cfg)}
+    for key in given:
+        if key not in known:
+            raise unknown_key(cfg, key)
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", cfg, flag_values=values)
+    try:
+        values(["envace_jax", *overrides])
+    except (flags.Error, TypeError, ValueError, KeyError, AttributeError) as e:
+        raise UserError(f"command line: {e}") from None
+    cfg = values["config"].value
+    if not cfg.run_dir:
+        cfg.run_dir = f"runs/{Path(path).stem if path else 'default'}"
+    return cfg
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, equals, value = override.removeprefix("--config.").partition("=")
+    if not equals:
+        raise UserError(f"{override}: write --config.{key}=VALUE")
+    return key, value
+
+
+def run_config(cfg: ConfigDict, args: argparse.Namespace) -> None:
+    print(json.dumps(dict(flat(cfg)), indent=1, default=list))
+
+
+def build_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command (its own options; the configuration is read apart)."""
+    command = COMMANDS[name]
+    epilog = "configuration keys (--config.KEY=VALUE) are listed by `envace_jax config`" if command.config else None
+    parser = argparse.ArgumentParser(f"envace_jax {name}", description=command.help, epilog=epilog)
+    if command.config:
+        parser.add_argument("--config", metavar="FILE", help="configuration file (configs/*.py)")
+        parser.add_argument("--dry_run", action="store_true", help="check everything, estimate, start nothing")
+    if command.arguments:
+        module = importlib.import_module(command.target.partition(":")[0])
+        getattr(module, command.arguments)(parser)
+    return parser
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"envace_jax {__version__}: usage: python -m envace_jax COMMAND [options]", ""]
+    lines += [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "`python -m envace_jax COMMAND --help` says more."])
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one command; raises `UserError` for what the user can mend."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(__version__)
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise UserError(f"command '{name}' is unknown; expected one of {', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    overrides = [a for a in rest if a.startswith("--config.")]
+    args = build_parser(name).parse_args([a for a in rest if not a.startswith("--config.")])
+    if not command.config and overrides:
+        raise UserError(f"{overrides[0]}: '{name}' takes no configuration")
+    call: list[Any] = [args]
+    if command.config:
+        cfg = load_config(args.config, overrides)
+        cfg.dry_run = cfg.dry_run or args.dry_run
+        validate(cfg)
+        call = [cfg, args]
+    module, function = command.target.split(":")
+    return getattr(importlib.import_module(module), function)(*call) or 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except UserError as e:
+        print(f"envace_jax: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("envace_jax: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141

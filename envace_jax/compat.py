@@ -1,0 +1,51 @@
+"""Version differences and process-wide settings in one place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+from envace_jax.config import UserError
+
+MINIMUM = {"jax": (0, 10, 2), "flax": (0, 12, 8)}
+
+
+def version_of(package: str) -> tuple[int, ...] | None:
+    """Installed version as numbers, None where the package is not there."""
+    try:
+        text = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return tuple(int(p) for p in text.split("+")[0].split(".") if p.isdigit())
+
+
+def check_versions() -> None:
+    """Raises `UserError` for a pair of jax and flax that is known not to work.
+
+    On jax 0.11 and later flax before 0.12.11 fails at import (flax issue 5596).
+    """
+    for package, least in MINIMUM.items():
+        found = version_of(package)
+        if found is None or found < least:
+            raise UserError(
+                f"{package} {'.'.join(map(str, found)) if found else 'is missing'}: expected at least "
+                f"{'.'.join(map(str, least))}; run launch/quickstart.sh or pip install -r requirements.txt"
+            )
+    if version_of("jax") >= (0, 11) and version_of("flax") < (0, 12, 11):  # type: ignore[operator]
+        raise UserError("jax 0.11 and later need flax >= 0.12.11: pip install -U 'flax>=0.12.11'")
+
+
+def set_up_jax() -> None:
+    """Checks versions and points jax at a compilation cache that outlives the process.
+
+    The cache lies in `ENVACE_JAX_CACHE`, else in the user's cache folder; a variable that jax itself reads
+    (`JAX_COMPILATION_CACHE_DIR`) stands above both.
+    """
+    check_versions()
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", os.environ.get("ENVACE_JAX_CACHE", f"{base}/envace_jax/jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
