@@ -179,6 +179,8 @@ def decoder(
 
     `attend` is called once a layer with the scanned `carry` (a KV cache, or None) and the layer's index; what
     it returns is the next carry. Returns the normed hidden states [B, T, D] and the last carry.
+    Where `params["layers"]` is a tuple of per-layer trees instead of one stacked tree, layers are unrolled and
+    the index is a Python int: XLA on CPU copies what a scan slices out of a stack, decoding pays for it.
     """
     graph = _block_graph(spec, jnp.float32)
 
@@ -191,9 +193,13 @@ def decoder(
 
     if options.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[options.remat], prevent_cse=False)
-    (x_BxTxD, carry), _ = jax.lax.scan(
-        layer, (x_BxTxD, carry), (params["layers"], jnp.arange(spec.n_layers))
-    )
+    if isinstance(params["layers"], tuple):
+        for index, weights in enumerate(params["layers"]):
+            (x_BxTxD, carry), _ = layer((x_BxTxD, carry), (weights, index))
+    else:
+        (x_BxTxD, carry), _ = jax.lax.scan(
+            layer, (x_BxTxD, carry), (params["layers"], jnp.arange(spec.n_layers))
+        )
     return rms_norm(x_BxTxD, params["final_norm"], spec.rms_eps), carry
 
 
