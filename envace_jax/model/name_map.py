@@ -88,9 +88,9 @@ _DENSE = (
 )
 _MOE = (
     Entry(("layers", "router"), _LAYER + "mlp.gate.weight", "E D -> D E"),
-    Entry(("layers", "gate"), _LAYER + "mlp.experts.{expert}.gate_proj.weight", "F D -> D F"),
-    Entry(("layers", "up"), _LAYER + "mlp.experts.{expert}.up_proj.weight", "F D -> D F"),
-    Entry(("layers", "down"), _LAYER + "mlp.experts.{expert}.down_proj.weight", "D F -> F D"),
+    Entry(("layers", "experts_gate"), _LAYER + "mlp.experts.{expert}.gate_proj.weight", "F D -> D F"),
+    Entry(("layers", "experts_up"), _LAYER + "mlp.experts.{expert}.up_proj.weight", "F D -> D F"),
+    Entry(("layers", "experts_down"), _LAYER + "mlp.experts.{expert}.down_proj.weight", "D F -> F D"),
 )
 EMBED = Entry(("embed",), "model.embed_tokens.weight", "V D -> V D")
 FINAL_NORM = Entry(("final_norm",), "model.norm.weight", "D -> D")
@@ -99,12 +99,12 @@ LM_HEAD = Entry(("lm_head",), "lm_head.weight", "V D -> D V")
 
 def entries(spec: Qwen3Spec) -> tuple[Entry, ...]:
     """The map for this model, in the order tensors are written."""
-    feed_forward = _MOE if spec.n_experts else _DENSE
-    return (EMBED, *_ATTENTION, *feed_forward, FINAL_NORM, *(() if spec.tied else (LM_HEAD,)))
+    feed_forward = _MOE if spec.is_moe else _DENSE
+    return (EMBED, *_ATTENTION, *feed_forward, FINAL_NORM, *(() if spec.tie_embeddings else (LM_HEAD,)))
 
 
 def axis_sizes(spec: Qwen3Spec) -> dict[str, int]:
-    """Size of every axis letter: V vocabulary, D model, L layers, H query and K key heads, h head, F hidden, E experts."""
+    """Size of every letter: V vocabulary, D model, L layers, H query, K key heads, h head size, F hidden, E experts."""
     return {
         "V": spec.vocab_size,
         "D": spec.d_model,
@@ -112,7 +112,7 @@ def axis_sizes(spec: Qwen3Spec) -> dict[str, int]:
         "H": spec.n_heads,
         "K": spec.n_kv_heads,
         "h": spec.head_dim,
-        "F": spec.moe_d_ff if spec.n_experts else spec.d_ff,
+        "F": spec.d_ff_expert if spec.is_moe else spec.d_ff,
         "E": spec.n_experts,
     }
 

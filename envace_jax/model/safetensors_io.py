@@ -187,7 +187,7 @@ def write_file(
             file.write(piece)
             digest.update(piece)
         for spec in specs:
-            value = np.ascontiguousarray(produce(spec), DTYPES[spec.dtype])
+            value = np.asarray(produce(spec), DTYPES[spec.dtype], order="C")
             if value.shape != spec.shape:
                 raise ValueError(f"{spec.name}: produced shape {value.shape}, announced {spec.shape}")
             view = memoryview(value.reshape(-1).view(np.uint8))

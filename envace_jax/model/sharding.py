@@ -92,6 +92,10 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "layers/gate": ("layers", "embed", "ffn"),
     "layers/up": ("layers", "embed", "ffn"),
     "layers/down": ("layers", "ffn", "embed"),
+    "layers/router": ("layers", None, None),
+    "layers/experts_gate": ("layers", "experts", "embed", "ffn"),
+    "layers/experts_up": ("layers", "experts", "embed", "ffn"),
+    "layers/experts_down": ("layers", "experts", "ffn", "embed"),
 }
 """Logical axes of every parameter, by its path in the tree."""
 

@@ -108,7 +108,8 @@ class Qwen3Spec:
             if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
                 raise UserError(f"{where}: mixed dense and expert layers are not supported")
             moe = dict(
-                n_experts=need("num_experts"),
+                # transformers 5 writes num_local_experts, the published files say num_experts.
+                n_experts=config.get("num_local_experts") or need("num_experts"),
                 n_experts_per_token=need("num_experts_per_tok"),
                 d_ff_expert=need("moe_intermediate_size"),
                 norm_topk_prob=bool(config.get("norm_topk_prob", True)),

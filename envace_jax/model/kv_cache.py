@@ -1,0 +1,184 @@
+"""Key/value rows on the device: head-major arrays, and the few operations that read or move them.
+
+A cache holds `rows` rows of up to `length` positions, `[rows, K, length, Dh]` a layer. Which positions of a row
+are valid is the engine's knowledge (a length per row); what lies beyond is garbage and is always written before
+it is read. Decoding reads this *main* cache without writing it: the new positions of one chunk go to a small
+buffer with one cursor for all rows, and `merge` moves them to each row's end when the chunk is over.
+
+Layers are separate arrays (`stacked=False`) or one array with a leading layer axis (`stacked=True`). Stacked is
+what a scan over layers needs, and what TPU compiles well; XLA on CPU copies whatever a program slices out of a
+stack, so there separate arrays are read in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from envace_jax.model.attention import NEGATIVE
+from envace_jax.model.spec import Qwen3Spec
+
+
+class KVCache(NamedTuple):
+    """Keys and values: a tuple of `[rows, K, length, Dh]`, one a layer, or one `[L, rows, K, length, Dh]` each."""
+
+    k: Any
+    v: Any
+
+    @property
+    def stacked(self) -> bool:
+        return not isinstance(self.k, tuple)
+
+    @property
+    def rows(self) -> int:
+        return (self.k if self.stacked else self.k[0]).shape[-4]
+
+    @property
+    def length(self) -> int:
+        return (self.k if self.stacked else self.k[0]).shape[-2]
+
+    def layer(self, index: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one layer, `[rows, K, length, Dh]` each."""
+        if self.stacked:
+            pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)  # noqa: E731
+            return pick(self.k), pick(self.v)
+        return self.k[index], self.v[index]
+
+
+def empty_cache(spec: Qwen3Spec, rows: int, length: int, dtype: Any, *, stacked: bool) -> KVCache:
+    """A cache of zeros."""
+    shape = (rows, spec.n_kv_heads, length, spec.head_dim)
+    if stacked:
+        return KVCache(jnp.zeros((spec.n_layers, *shape), dtype), jnp.zeros((spec.n_layers, *shape), dtype))
+    return KVCache(
+        tuple(jnp.zeros(shape, dtype) for _ in range(spec.n_layers)),
+        tuple(jnp.zeros(shape, dtype) for _ in range(spec.n_layers)),
+    )
+
+
+def put(cache: KVCache, layer: Any, k_RxKxPxDh: jax.Array, v_RxKxPxDh: jax.Array, starts: Any) -> KVCache:
+    """Writes one layer's window; `starts` is the (row, head, position, channel) of its corner."""
+
+    def one(whole: Any, part: jax.Array) -> Any:
+        if isinstance(whole, tuple):
+            new = jax.lax.dynamic_update_slice(whole[layer], part, starts)
+            return whole[:layer] + (new,) + whole[layer + 1 :]
+        return jax.lax.dynamic_update_slice(whole, part[None], (layer, *starts))
+
+    return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
+
+
+def _row_windows(whole: jax.Array, part: jax.Array, rows_R: jax.Array, starts_R: jax.Array) -> jax.Array:
+    """Writes `part[r]` at position `starts_R[r]` of row `rows_R[r]`; rows out of range are left out."""
+    positions_RxP = starts_R[:, None] + jnp.arange(part.shape[-2])[None]
+    moved = jnp.moveaxis(part, -2, -3)  # [R, P, K, Dh], as advanced indexing lays it out
+    return whole.at[rows_R[:, None], :, positions_RxP].set(moved, mode="drop")
+
+
+def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array) -> KVCache:
+    """Appends a chunk's buffer `[B, K, C, Dh]` to every row at its own length (rows in the same order)."""
+
+    def one_layer(whole: jax.Array, part: jax.Array) -> jax.Array:
+        update = lambda w, p, s: jax.lax.dynamic_update_slice(w, p, (0, s, 0))  # noqa: E731
+        return jax.vmap(update)(whole, part, starts_B)
+
+    if not main.stacked:
+        return KVCache(
+            tuple(map(one_layer, main.k, buffer.k)),
+            tuple(map(one_layer, main.v, buffer.v)),
+        )
+
+    def stacked(whole: jax.Array, part: jax.Array) -> jax.Array:
+        # Unrolled on purpose: as a loop it crashes libtpu, and a scatter is slow there.
+        for r in range(part.shape[1]):
+            whole = jax.lax.dynamic_update_slice(whole, part[:, r : r + 1], (0, r, 0, starts_B[r], 0))
+        return whole
+
+    return KVCache(stacked(main.k, buffer.k), stacked(main.v, buffer.v))
+
+
+def write_windows(
+    cache: KVCache,
+    layer: Any,
+    k_RxKxPxDh: jax.Array,
+    v_RxKxPxDh: jax.Array,
+    rows_R: jax.Array,
+    starts_R: jax.Array,
+) -> KVCache:
+    """Writes one layer's window of P positions into R rows; a row index out of range writes nothing."""
+
+    def one(whole: Any, part: jax.Array) -> Any:
+        if isinstance(whole, tuple):
+            return whole[:layer] + (_row_windows(whole[layer], part, rows_R, starts_R),) + whole[layer + 1 :]
+        positions_RxP = starts_R[:, None] + jnp.arange(part.shape[-2])[None]
+        moved = jnp.moveaxis(part, -2, -3)
+        return whole.at[layer, rows_R[:, None], :, positions_RxP].set(moved, mode="drop")
+
+    return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
+
+
+def copy_rows(
+    target: KVCache, source: KVCache, to_R: jax.Array, from_R: jax.Array, length: int
+) -> KVCache:
+    """The first `length` positions of rows `from_R` of `source` into rows `to_R` of `target`.
+
+    All rows are read before any is written, so source and target may be one cache. A target index out of
+    range writes nothing.
+    """
+
+    def one(whole: Any, other: Any) -> Any:
+        if isinstance(whole, tuple):
+            return tuple(
+                w.at[to_R, :, :length].set(o.at[from_R, :, :length].get(mode="clip"), mode="drop")
+                for w, o in zip(whole, other)
+            )
+        return whole.at[:, to_R, :, :length].set(other.at[:, from_R, :, :length].get(mode="clip"), mode="drop")
+
+    return KVCache(one(target.k, source.k), one(target.v, source.v))
+
+
+def decode_attention(
+    q_BxHxDh: jax.Array,
+    main: tuple[jax.Array, jax.Array],
+    buffer: tuple[jax.Array, jax.Array],
+    lengths_B: jax.Array,
+    cursor: jax.Array,
+) -> jax.Array:
+    """One query a row over its main positions (`< lengths_B`) and the buffer's (`<= cursor`).
+
+    Scores and softmax are float32, as in `attention_xla`. Returns [B, H, Dh] in the dtype of the values.
+    """
+    b, h, d = q_BxHxDh.shape
+    (k_BxKxTxDh, v_BxKxTxDh), (bk_BxKxCxDh, bv_BxKxCxDh) = main, buffer
+    n_kv, t, c = k_BxKxTxDh.shape[1], k_BxKxTxDh.shape[2], bk_BxKxCxDh.shape[2]
+    q_BxKxGxDh = q_BxHxDh.reshape(b, n_kv, h // n_kv, d)
+    score = lambda k: jnp.einsum(  # noqa: E731
+        "bkgd,bktd->bkgt", q_BxKxGxDh, k, preferred_element_type=jnp.float32
+    )
+    seen_BxT = jnp.arange(t)[None] < lengths_B[:, None]
+    seen_C = jnp.arange(c) <= cursor
+    s_main = jnp.where(seen_BxT[:, None, None], score(k_BxKxTxDh) * d**-0.5, NEGATIVE)
+    s_buffer = jnp.where(seen_C, score(bk_BxKxCxDh) * d**-0.5, NEGATIVE)
+    top = jnp.maximum(s_main.max(-1, keepdims=True), s_buffer.max(-1, keepdims=True))
+    e_main, e_buffer = jnp.exp(s_main - top), jnp.exp(s_buffer - top)
+    total = e_main.sum(-1, keepdims=True) + e_buffer.sum(-1, keepdims=True)
+    dtype = v_BxKxTxDh.dtype
+    out = jnp.einsum("bkgt,bktd->bkgd", (e_main / total).astype(dtype), v_BxKxTxDh)
+    out += jnp.einsum("bkgt,bktd->bkgd", (e_buffer / total).astype(dtype), bv_BxKxCxDh)
+    return out.reshape(b, h, d)
+
+
+def prefill_attention(
+    q_RxPxHxDh: jax.Array, k_RxKxTxDh: jax.Array, v_RxKxTxDh: jax.Array, positions_RxP: jax.Array
+) -> jax.Array:
+    """P queries a row over the row's positions up to each query's own. Returns [R, P, H, Dh]."""
+    r, p, h, d = q_RxPxHxDh.shape
+    n_kv, t = k_RxKxTxDh.shape[1], k_RxKxTxDh.shape[2]
+    q_RxPxKxGxDh = q_RxPxHxDh.reshape(r, p, n_kv, h // n_kv, d)
+    scores = jnp.einsum("rpkgd,rktd->rkgpt", q_RxPxKxGxDh, k_RxKxTxDh, preferred_element_type=jnp.float32)
+    seen_RxPxT = jnp.arange(t)[None, None] <= positions_RxP[:, :, None]
+    scores = jnp.where(seen_RxPxT[:, None, None], scores * d**-0.5, NEGATIVE)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_RxKxTxDh.dtype)
+    return jnp.einsum("rkgpt,rktd->rpkgd", weights, v_RxKxTxDh).reshape(r, p, h, d)
