@@ -1,0 +1,182 @@
+"""The endpoint client against a loopback server that misbehaves in every way we know."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from pytest_httpserver import HTTPServer
+from werkzeug import Request, Response
+
+from envace_jax.config import UserError
+from envace_jax.endpoint import MALFORMED, OUTAGE, REFUSED, REJECTED, TIMEOUT, Endpoint, EndpointSettings
+
+pytestmark = pytest.mark.quick
+MESSAGES = [{"role": "user", "content": "?"}]
+
+
+def body(content: object, finish: str = "stop") -> str:
+    message = {"role": "assistant", "content": content}
+    return json.dumps(
+        {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+        }
+    )
+
+
+def open_endpoint(server: HTTPServer, **settings: object) -> Endpoint:
+    defaults = dict(attempts=3, timeout=2.0, deadline=6.0)
+    return Endpoint(EndpointSettings(server.url_for("/v1"), "m", **{**defaults, **settings}))  # type: ignore[arg-type]
+
+
+def answer_with(server: HTTPServer, *responses: Response) -> list[dict]:
+    """Serves the responses in turn (the last one for ever) and returns the bodies that were asked."""
+    left, asked, lock = list(responses), [], threading.Lock()
+
+    def handler(request: Request) -> Response:
+        with lock:
+            asked.append(json.loads(request.data))
+            return left.pop(0) if len(left) > 1 else left[0]
+
+    server.expect_request("/v1/chat/completions").respond_with_handler(handler)
+    return asked
+
+
+def ok(content: object = "yes", **kwargs: str) -> Response:
+    return Response(body(content, **kwargs), content_type="application/json")
+
+
+def test_an_answer_carries_text_and_usage(httpserver: HTTPServer) -> None:
+    asked = answer_with(httpserver, ok())
+    with open_endpoint(httpserver) as e:
+        done = e.complete(MESSAGES, temperature=0.1)
+    assert (done.text, done.cause, done.prompt_tokens, done.completion_tokens) == ("yes", None, 3, 2)
+    assert asked[0]["temperature"] == 0.1 and asked[0]["top_p"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        (Response("busy", status=429, headers={"Retry-After": "0.05"}), OUTAGE),
+        (Response("broken", status=500), OUTAGE),
+        (Response('{"choices": [{"mess', content_type="application/json"), MALFORMED),
+        (Response("[]", content_type="application/json"), MALFORMED),
+        (Response('{"choices": []}', content_type="application/json"), MALFORMED),
+        (Response("<html>", content_type="text/html"), MALFORMED),
+        (ok(None), MALFORMED),
+        (ok(17), MALFORMED),
+    ],
+)
+def test_a_passing_fault_is_retried_and_a_lasting_one_is_named(
+    httpserver: HTTPServer, bad: Response, cause: str
+) -> None:
+    answer_with(httpserver, bad, ok())
+    with open_endpoint(httpserver) as e:
+        done = e.complete(MESSAGES)
+        assert (done.text, done.attempts) == ("yes", 2)
+    httpserver.clear()
+    answer_with(httpserver, bad)
+    with open_endpoint(httpserver, attempts=2) as e:
+        done = e.complete(MESSAGES)
+        assert (done.text, done.cause, done.attempts) == (None, cause, 2)
+        assert e.stats()[f"failed_{cause}"] == 1
+
+
+def test_refusals_and_wrong_requests_are_not_retried(httpserver: HTTPServer) -> None:
+    asked = answer_with(httpserver, ok("no", finish="content_filter"))
+    with open_endpoint(httpserver) as e:
+        assert e.complete(MESSAGES).cause == REFUSED
+    assert len(asked) == 1
+    httpserver.clear()
+    asked = answer_with(httpserver, Response('{"error": {"message": "no such model"}}', status=404))
+    with open_endpoint(httpserver) as e:
+        assert e.complete(MESSAGES).cause == REJECTED
+    assert len(asked) == 1
+
+
+def test_json_that_was_asked_for_and_did_not_come_is_malformed(httpserver: HTTPServer) -> None:
+    answer_with(httpserver, ok("true, I would say"), ok('{"answer": true}'))
+    with open_endpoint(httpserver) as e:
+        done = e.complete(MESSAGES, schema={"type": "object"})
+    assert done.text == '{"answer": true}' and done.attempts == 2
+
+
+def test_a_server_that_never_answers_ends_at_the_deadline(httpserver: HTTPServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        with Endpoint(EndpointSettings(url, "m", attempts=9, timeout=0.2, deadline=0.5)) as e:
+            done = e.complete(MESSAGES)
+    assert done.cause == TIMEOUT and done.text is None and done.seconds < 5
+
+
+def test_no_server_at_all_is_an_outage() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    with Endpoint(EndpointSettings(f"http://127.0.0.1:{port}/v1", "m", attempts=1)) as e:
+        assert e.complete(MESSAGES).cause == OUTAGE
+
+
+def test_concurrency_stays_within_its_limit(httpserver: HTTPServer) -> None:
+    live, most, lock = 0, 0, threading.Lock()
+
+    def handler(_: Request) -> Response:
+        nonlocal live, most
+        with lock:
+            live += 1
+            most = max(most, live)
+        time.sleep(0.02)
+        with lock:
+            live -= 1
+        return ok()
+
+    httpserver.expect_request("/v1/chat/completions").respond_with_handler(handler)
+    with open_endpoint(httpserver, concurrency=3) as e:
+        futures = [e.submit(MESSAGES) for _ in range(20)]
+        assert all(f.result().text == "yes" for f in futures)
+    assert most <= 3
+
+
+def test_the_cache_answers_equal_requests_and_survives_damage(httpserver: HTTPServer, tmp_path) -> None:
+    asked = answer_with(httpserver, ok())
+    with open_endpoint(httpserver, cache_dir=str(tmp_path)) as e:
+        assert not e.complete(MESSAGES).cached
+        assert e.complete(MESSAGES).cached
+        e.complete(MESSAGES, temperature=0.0)
+        assert len(asked) == 2 and e.stats()["cache_hits"] == 1
+        for file in tmp_path.rglob("*.json"):
+            file.write_text('{"text": 3')
+        assert e.complete(MESSAGES).text == "yes"
+    assert len(asked) == 3
+
+
+def test_the_key_comes_from_the_environment_and_is_not_kept(
+    httpserver: HTTPServer, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "canary-5150")
+    seen: list[str] = []
+
+    def handler(request: Request) -> Response:
+        seen.append(request.headers["Authorization"])
+        return Response("no", status=401)
+
+    httpserver.expect_request("/v1/chat/completions").respond_with_handler(handler)
+    with open_endpoint(httpserver, api_key_env="JUDGE_KEY", cache_dir=str(tmp_path)) as e:
+        done = e.complete(MESSAGES)
+        assert "canary" not in repr(done) + repr(e.settings) + json.dumps(e.stats())
+    assert seen == ["Bearer canary-5150"]
+    assert not any("canary" in f.read_text() for f in tmp_path.rglob("*") if f.is_file())
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(UserError, match="base_url"):
+        EndpointSettings("localhost:80", "m")
+    with pytest.raises(UserError, match="model"):
+        EndpointSettings("http://localhost", "")
