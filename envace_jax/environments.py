@@ -11,8 +11,8 @@ from envace_jax.datasets.cm2 import Task
 class Environment(Protocol):
     """A resettable, forkable, stateful tool backend.
 
-    ``step`` takes JSON arguments and returns a JSON value; a call that is refused returns one that `is_rejection`
-    recognises, it never raises. ``state_hash`` is equal for equal states and stable between processes.
+    ``step`` takes JSON arguments and returns a JSON value; it never raises: a refused call returns a value that
+    `is_rejection` recognises. ``state_hash`` is equal for equal states and stable between processes.
     """
 
     def reset(self, task: Task) -> None: ...
@@ -46,18 +46,18 @@ def make_environment(task: Task) -> Environment:
         environment = Tau2Environment()
     else:
         raise UserError(
-            f"task {task.uuid}: meta.environment is {name!r}: expected quickstart, bfcl, tau2_airline or tau2_retail"
+            f"task {task.uuid}: meta.environment is {name!r}, expected quickstart, bfcl, tau2_airline or tau2_retail"
         )
     environment.reset(task)
     return environment
 
 
 def is_rejection(environment_name: str, value: Any) -> bool:
-    """Whether a result says that the call was refused (had no effect because something about it was wrong)."""
+    """Whether a result says that the call was refused: had no effect, because something about it was wrong."""
     if isinstance(value, dict) and ("error" in value or "error_tool_call" in value):
         return True
     if environment_name == "bfcl":
         return isinstance(value, str) and value.startswith("Error during execution")
     if environment_name.startswith("tau2"):
-        return isinstance(value, str) and value.startswith("Error")
+        return isinstance(value, str) and value.startswith("Error:")
     return False

@@ -1,9 +1,14 @@
 """CM2 records: dialogues with tools and checklists, read, validated and written.
 
-A record carries a reference dialogue (``messages``), the functions on offer (``tools``) and, for every variant and
-user turn, a checklist. Two spellings are read: the annotated one and the one prepared for a trainer (fields under
-``extra_info``, tools as JSON text). Every rule of the format is checked here, once, so that nothing further down
-meets a half-formed task. This module is pure: no device, no network, nothing evaluated.
+A record carries a reference dialogue (``messages``), the functions on offer (``tools``) and, for every variant
+and user turn, a checklist. Two spellings are read: the annotated one and the one prepared for a trainer (fields
+under ``extra_info``, tools as JSON text). Every rule of the format is checked here, once, so that nothing further
+down meets a half-formed task. This module is pure: no device, no network, nothing evaluated.
+
+Two fields are ours: ``source`` (where the record comes from) and ``meta`` (free; ``meta.late_tools`` holds tools
+that only a later turn offers, ``{"3": [tool, …]}``). A machine-readable rule of an item stands in
+``extra_info.rule``. Where parquet would merge the keys of unlike objects, JSON text is read in place of ``tools``,
+``messages``, ``checklists``, ``meta``, ``extra_info`` and ``rule``.
 """
 
 from __future__ import annotations
@@ -12,97 +17,34 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
-from envace_jax.text.transcript import Message, ToolCall, canonical_json
+from envace_jax.datasets.records import ChecklistItem, RecordedCall, Task
+from envace_jax.text.transcript import Message, ToolCall, canonical_json, clean_text
 
-FOCUS = ("assistant.tool_calls", "assistant.content.thinking", "assistant.content.user_visible_reply", "tool.content")
+__all__ = [
+    "BadRecords",
+    "ChecklistItem",
+    "RecordedCall",
+    "Task",
+    "iter_records",
+    "read_tasks",
+    "task_from_record",
+    "task_to_record",
+]
+
+FOCUS = (
+    "assistant.tool_calls",
+    "assistant.content.thinking",
+    "assistant.content.user_visible_reply",
+    "tool.content",
+)
 EVIDENCE_FROM = (*FOCUS, "user.content")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 DEFAULT_SOURCE = "cm2"
 WEIGHT_TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True)
-class ChecklistItem:
-    """One yes/no criterion of a user turn.
-
-    ``focus_on`` names the parts of a step that it is judged on, ``dependence`` the ids of items of the same turn it
-    builds on, ``weight`` its share of the turn score. ``rule`` is the machine-readable form, when there is one.
-    """
-
-    id: str
-    question: str
-    pass_condition: str
-    focus_on: tuple[str, ...]
-    evidence: tuple[dict[str, Any], ...] = ()
-    failure_examples: tuple[str, ...] = ()
-    required_for_next_turn: bool = False
-    dependence: tuple[str, ...] = ()
-    weight: float = 1.0
-    rule: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class RecordedCall:
-    """A call of the reference dialogue and what it got back (JSON text); positions count from 0."""
-
-    name: str
-    arguments: dict[str, Any]
-    result: str
-    turn: int
-    step: int
-    index: int
-
-
-@dataclass(frozen=True)
-class Task:
-    """One training or evaluation item: dialogue, tools, ``checklists[variant][turn][item]`` and free metadata."""
-
-    uuid: str
-    source: str
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
-    checklists: tuple[tuple[tuple[ChecklistItem, ...], ...], ...]
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def system(self) -> str | None:
-        """The system text, or None."""
-        first = self.messages[0] if self.messages else None
-        return first.content if first is not None and first.role == "system" else None
-
-    @property
-    def user_turns(self) -> tuple[str, ...]:
-        """The user messages in order: one a turn."""
-        return tuple(m.content for m in self.messages if m.role == "user")
-
-    @property
-    def tool_names(self) -> tuple[str, ...]:
-        """Names of the functions on offer: the whitelist."""
-        return tuple(tool["function"]["name"] for tool in self.tools)
-
-    @cached_property
-    def recorded_calls(self) -> tuple[RecordedCall, ...]:
-        """All calls of the reference dialogue, later turns included, each with the response recorded for it."""
-        calls: list[RecordedCall] = []
-        turn, step = -1, -1
-        pending: list[ToolCall] = []
-        for message in self.messages:
-            if message.role == "user":
-                turn, step = turn + 1, -1
-            elif message.role == "assistant":
-                step += 1
-                pending = list(message.tool_calls)
-                count = len(pending)
-            elif message.role == "tool":
-                call = pending.pop(0)
-                index = count - len(pending) - 1
-                calls.append(RecordedCall(call.name, call.arguments, message.content, turn, step, index))
-        return tuple(calls)
 
 
 @dataclass
@@ -118,7 +60,7 @@ class BadRecords:
 
 
 class _Record:
-    """A record under inspection: knows where it stands, so that every complaint names file, record and field."""
+    """A record under inspection; it knows where it stands, so every complaint names file, record and field."""
 
     def __init__(self, where: str):
         self.where = where
@@ -146,8 +88,7 @@ class _Record:
             raise self.fail(path, f"expected text, found {_kind(value)}")
         if not empty and not value.strip():
             raise self.fail(path, "is empty")
-        # Lone surrogates cannot be written as UTF-8 and no tokenizer takes them.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _has_surrogate(value) else value
+        return clean_text(value)
 
     def json(self, value: Any, path: str) -> Any:
         text = self.text(value, path)
@@ -181,21 +122,21 @@ def task_from_record(record: Any, *, where: str) -> Task:
     source = r.text(record.get("data_source" if verl else "source", DEFAULT_SOURCE) or DEFAULT_SOURCE, "source")
     tools = _tools(r, body.get("tools"), f"{prefix}tools")
     messages = _messages(r, body.get("messages"), f"{prefix}messages")
-    _check_calls(r, messages, tools, f"{prefix}messages")
     n_turns = sum(m.role == "user" for m in messages)
+    lists_path, raw_lists = "checklists", body.get("checklists")
     if verl:
         lists_path = "extra_info.interaction_kwargs.checklist_list"
-        raw_lists = r.obj(body.get("interaction_kwargs"), "extra_info.interaction_kwargs").get("checklist_list")
-    else:
-        lists_path, raw_lists = "checklists", body.get("checklists")
+        settings = r.obj(body.get("interaction_kwargs"), "extra_info.interaction_kwargs")
+        raw_lists = settings.get("checklist_list")
     checklists = _checklists(r, raw_lists, lists_path, n_turns)
-    meta = record.get("meta")
-    meta = r.json(meta, "meta") if isinstance(meta, str) else meta
-    return Task(uuid, source, messages, tools, checklists, r.obj(meta, "meta"))
+    meta = _meta(r, record.get("meta"), n_turns)
+    task = Task(uuid, source, messages, tools, checklists, meta)
+    _check_calls(r, task, f"{prefix}messages")
+    return task
 
 
 def task_to_record(task: Task) -> dict[str, Any]:
-    """The annotated CM2 record of a task (inverse of `task_from_record`); ``source`` and ``meta`` are extra fields."""
+    """The annotated CM2 record of a task: the inverse of `task_from_record`."""
     return {
         "uuid": task.uuid,
         "source": task.source,
@@ -209,7 +150,7 @@ def task_to_record(task: Task) -> dict[str, Any]:
 def iter_records(path: str | Path) -> Iterator[tuple[str, Any]]:
     """Yield ``(where, record)`` for every record of a .json (list), .jsonl or .parquet file.
 
-    A JSONL line stays text (`task_from_line` decodes it), so that one broken line does not hide the others.
+    A JSONL line stays text, decoded later, so that one broken line does not hide the others.
 
     Raises:
         UserError: the file is missing, of another type, or not readable as a whole.
@@ -242,7 +183,7 @@ def read_tasks(path: str | Path, on_bad: str = "stop") -> tuple[list[Task], BadR
 
     Args:
         path: a .json, .jsonl or .parquet file.
-        on_bad: ``"stop"`` raises at the first broken record; ``"skip"`` leaves broken ones out and counts them.
+        on_bad: ``"stop"`` raises at the first broken record; ``"skip"`` leaves them out and counts them.
 
     Raises:
         UserError: a broken record under ``"stop"``, an unreadable file, or no usable record at all.
@@ -270,7 +211,7 @@ def read_tasks(path: str | Path, on_bad: str = "stop") -> tuple[list[Task], BadR
     return tasks, bad
 
 
-# --- parts of a record -----------------------------------------------------------------------------------------
+# --- parts of a record ---
 
 
 def _decode(raw: Any, where: str) -> Task:
@@ -366,9 +307,12 @@ def _messages(r: _Record, value: Any, path: str) -> tuple[Message, ...]:
 def _successors(previous: str, owed: int) -> tuple[str, ...]:
     if owed:
         return ("tool",)
-    return {"start": ("system", "user"), "system": ("user",), "user": ("assistant",), "tool": ("assistant",)}.get(
-        previous, ("user",)
-    )
+    return {
+        "start": ("system", "user"),
+        "system": ("user",),
+        "user": ("assistant",),
+        "tool": ("assistant",),
+    }.get(previous, ("user",))
 
 
 def _split_thinking(r: _Record, content: str, path: str) -> tuple[str | None, str]:
@@ -376,7 +320,7 @@ def _split_thinking(r: _Record, content: str, path: str) -> tuple[str | None, st
     if opened != 1 or closed != 1 or content.index(THINK_OPEN) > content.index(THINK_CLOSE):
         raise r.fail(
             path,
-            f"expected exactly one {THINK_OPEN}…{THINK_CLOSE} block (an empty one when there is no thinking), "
+            f"expected exactly one {THINK_OPEN}…{THINK_CLOSE} block (empty when there is no thinking), "
             f"found {opened} opening and {closed} closing tags",
         )
     before, rest = content.split(THINK_OPEN)
@@ -401,12 +345,31 @@ def _call(r: _Record, value: Any, path: str) -> ToolCall:
     return ToolCall(name, arguments, call_id if isinstance(call_id, str) else None)
 
 
-def _check_calls(r: _Record, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], path: str) -> None:
-    names = {tool["function"]["name"] for tool in tools}
-    for i, message in enumerate(messages):
+def _meta(r: _Record, value: Any, n_turns: int) -> dict[str, Any]:
+    meta = dict(r.obj(r.json(value, "meta") if isinstance(value, str) else value, "meta"))
+    if "late_tools" in meta:
+        late = {}
+        for turn, tools in r.obj(meta["late_tools"], "meta.late_tools").items():
+            at = f"meta.late_tools.{turn}"
+            if not (isinstance(turn, str) and turn.isdecimal() and int(turn) < n_turns):
+                raise r.fail(at, f"expected a turn from 0 to {n_turns - 1}")
+            late[turn] = list(_tools(r, tools, at))
+        meta["late_tools"] = late
+    return meta
+
+
+def _check_calls(r: _Record, task: Task, path: str) -> None:
+    if len(set(task.tool_names)) < len(task.tool_names):
+        raise r.fail("meta.late_tools", "offers a tool that is already on offer")
+    turn, names = -1, set()
+    for i, message in enumerate(task.messages):
+        if message.role == "user":
+            turn += 1
+            names = {tool["function"]["name"] for tool in task.tools_at(turn)}
         for k, call in enumerate(message.tool_calls):
             if call.name not in names:
-                raise r.fail(f"{path}[{i}].tool_calls[{k}].function.name", f"{call.name!r} is not among the tools")
+                at = f"{path}[{i}].tool_calls[{k}].function.name"
+                raise r.fail(at, f"{call.name!r} is not among the tools")
 
 
 def _checklists(r: _Record, value: Any, path: str, n_turns: int):
@@ -483,8 +446,10 @@ def _evidence(r: _Record, value: Any, path: str, n_turns: int) -> dict[str, Any]
     for key, limit in (("turn", n_turns), ("step", None)):
         number = value.get(key)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0 or (limit and number > limit):
-            raise r.fail(f"{path}.{key}", f"expected a whole number from 0{f' to {limit}' if limit else ''}, "
-                         f"found {number!r}")
+            raise r.fail(
+                f"{path}.{key}",
+                f"expected a whole number from 0{f' to {limit}' if limit else ''}, found {number!r}",
+            )
     if value.get("from") not in EVIDENCE_FROM:
         raise r.fail(f"{path}.from", f"expected one of {', '.join(EVIDENCE_FROM)}, found {value.get('from')!r}")
     r.text(value.get("snippet"), f"{path}.snippet", empty=True)
@@ -536,7 +501,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _without_union(record: dict[str, Any]) -> dict[str, Any]:
-    """Parquet gives all structs of a column the union of their keys: take the null ones out of tools and rules."""
+    """Parquet gives all structs of a column the union of their keys: take the null ones out of the tools."""
     out = dict(record)
     if isinstance(out.get("tools"), list):
         out["tools"] = [_prune(tool) for tool in out["tools"]]
@@ -570,10 +535,6 @@ def _get(value: Any, *keys: str) -> Any:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= char <= "\udfff" for char in text) if not text.isascii() else False
 
 
 def _no_constant(name: str) -> Any:
