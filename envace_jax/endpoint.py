@@ -19,7 +19,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,14 @@ class Endpoint:
         *,
         schema: Mapping[str, Any] | None = None,
         schema_name: str = "answer",
+        check: Callable[[str], str | None] | None = None,
         **sampling: Any,
     ) -> concurrent.futures.Future[Completion]:
         """Starts a chat completion and returns a future of its `Completion`.
 
         `schema` asks for JSON by that schema (json_schema, strict) and makes content that is not JSON
-        `malformed`, which is tried again. `sampling` overrides temperature, top_p, max_tokens, seed, stop.
+        `malformed`; so does a `check` that returns what is wrong with the content. Malformed content is tried
+        again and never cached. `sampling` overrides temperature, top_p, max_tokens, seed, stop.
         """
         s = self.settings
         body: dict[str, Any] = {
@@ -156,7 +158,7 @@ class Endpoint:
                 "type": "json_schema",
                 "json_schema": {"name": schema_name, "strict": True, "schema": dict(schema)},
             }
-        return self._call(self._complete(body))
+        return self._call(self._complete(body, check))
 
     def complete(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Completion:
         """Like `submit`, waiting for the answer."""
@@ -195,7 +197,7 @@ class Endpoint:
             for key, n in more.items():
                 self._counts[key] = self._counts.get(key, 0) + n
 
-    async def _complete(self, body: dict[str, Any]) -> Completion:
+    async def _complete(self, body: dict[str, Any], check: Callable[[str], str | None] | None) -> Completion:
         started = time.monotonic()
         path = self._cache_path(body)
         if path is not None and (hit := _read_cache(path)) is not None:
@@ -206,7 +208,11 @@ class Endpoint:
         async def attempt() -> Completion:
             nonlocal attempts
             attempts += 1
-            return await self._attempt(body)
+            done = await self._attempt(body)
+            wrong = check(done.text or "") if check else None
+            if wrong:
+                raise _Failure(MALFORMED, wrong[:300], True)
+            return done
 
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.settings.attempts),
