@@ -40,13 +40,17 @@ def train_sentencepiece(
     *,
     split_digits: bool = True,
     split_by_whitespace: bool = False,
+    split_by_script: bool = True,
+    space_as_suffix: bool = False,
     max_piece_length: int = 16,
 ) -> int:
     """Train a byte-fallback BPE model on `texts`, write it to `path` (".model") and return its number of pieces.
 
     Each of `tags` is one piece. A newline is always a piece of its own, so that no piece reaches over the end of a
-    line and spans of ids can be cut there. The result depends on the texts and their order alone. The model may have
-    fewer than `vocab_size` pieces when the texts do not hold more.
+    line and spans of ids can be cut there. With `split_by_script` no piece joins letters and punctuation; without it
+    a whole JSON skeleton can be one piece, up to the space before a number when `space_as_suffix` lets pieces end, not
+    begin, with a space. The result depends on the texts and their order alone. The model may have fewer than
+    `vocab_size` pieces when the texts do not hold more.
 
     Raises UserError when `vocab_size` cannot even hold the tags, the 256 bytes and the characters of the texts.
     """
@@ -71,6 +75,8 @@ def train_sentencepiece(
             character_coverage=1.0,
             split_digits=split_digits,
             split_by_whitespace=split_by_whitespace,
+            split_by_unicode_script=split_by_script,
+            treat_whitespace_as_suffix=space_as_suffix,
             allow_whitespace_only_pieces=True,
             max_sentencepiece_length=max_piece_length,
             max_sentence_length=1 << 24,
