@@ -59,9 +59,7 @@ def _from_hub(target: Path) -> Path:
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes")
     for local in (True,) if offline else (True, False):
         try:
-            paths = [
-                hf_hub_download(HUB_REPOSITORY, name, local_files_only=local, etag_timeout=5) for name in FILES
-            ]
+            paths = [hf_hub_download(HUB_REPOSITORY, name, local_files_only=local, etag_timeout=5) for name in FILES]
             return Path(paths[0]).parent
         except Exception as err:
             last = err

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2 as model_pb2
+from sentencepiece import sentencepiece_model_pb2
 
 from envace_jax.config import UserError
 from envace_jax.text.transcript import clean_text
+
+_ModelProto: Any = vars(sentencepiece_model_pb2)["ModelProto"]  # made at run time by protobuf
 
 SPACE = "\u2581"  # SentencePiece writes a space as this character inside pieces
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # ModelProto.SentencePiece.Type
@@ -90,11 +92,17 @@ def train_sentencepiece(
         )
     except (RuntimeError, ValueError) as err:
         raise UserError(f"train_sentencepiece: vocab_size={vocab_size} does not work for these texts: {err}") from None
-    proto = model_pb2.ModelProto.FromString(out.getvalue())
-    check_lossless(proto, str(path))
+    proto = read_model(out.getvalue(), str(path))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(out.getvalue())
     return len(proto.pieces)
+
+
+def read_model(raw: bytes, where: str) -> Any:
+    """The ModelProto in `raw`, checked with `check_lossless`."""
+    proto = _ModelProto.FromString(raw)
+    check_lossless(proto, where)
+    return proto
 
 
 def check_lossless(proto: Any, where: str) -> None:
@@ -124,7 +132,7 @@ def tag_pieces(proto: Any) -> dict[str, int]:
 
 def without_tags(proto: Any) -> bytes:
     """The same model, same ids, in which no text is ever read as a tag."""
-    copy = model_pb2.ModelProto()
+    copy = _ModelProto()
     copy.CopyFrom(proto)
     for index in tag_pieces(proto).values():
         copy.pieces[index].type = CONTROL

@@ -19,7 +19,7 @@ from envace_jax.text.qwen3_files import qwen3_tokenizer_dir
 from envace_jax.text.sentencepiece_bpe import (
     CHAT_TAGS,
     SPACE,
-    check_lossless,
+    read_model,
     tag_pieces,
     to_tokenizer_json,
     train_sentencepiece,
@@ -169,13 +169,11 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path):
         import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
         self._path = Path(path)
         try:
             raw = self._path.read_bytes()
-            self._proto = model_pb2.ModelProto.FromString(raw)
-            check_lossless(self._proto, str(self._path))
+            self._proto = read_model(raw, str(self._path))
             self._tokenizer = sentencepiece.SentencePieceProcessor(model_proto=raw)
             self._data_tokenizer = sentencepiece.SentencePieceProcessor(model_proto=without_tags(self._proto))
         except UserError:

@@ -1,0 +1,304 @@
+"""Reading what a model wrote: an ACT output (thinking, reply, calls) and a REHEARSE output (one result).
+
+Text from a model is data: JSON is parsed with limits on size and depth, nothing is evaluated. Every failure has one
+code and a message that can be shown to the model. The codes are those of the reference training code where it has one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from envace_jax.text.transcript import AssistantOutput, ToolCall, canonical_json, clean_text
+
+MAX_CHARS = 4_000_000  # of one output
+MAX_DEPTH = 64  # of nested JSON containers
+MAX_CALLS = 128  # of one output, good and bad
+
+NO_TOOL_CALL_FOUND = "NO_TOOL_CALL_FOUND"  # a <tool_call> that is never closed
+JSON_DECODE_ERROR = "JSON_DECODE_ERROR"
+NO_ARGUMENTS = "NO_ARGUMENTS"
+NON_SERIALIZABLE_ARGUMENTS = "NON_SERIALIZABLE_ARGUMENTS"
+INVALID_TOOL_NAME = "INVALID_TOOL_NAME"
+INVALID_PARAMETERS = "INVALID_PARAMETERS"  # arguments that are no JSON object
+FABRICATED_RESPONSE = "FABRICATED_RESPONSE"  # the model wrote a tool response itself
+UNCLOSED_THINKING = "UNCLOSED_THINKING"
+OUTPUT_TRUNCATED = "OUTPUT_TRUNCATED"
+OUTPUT_TOO_LARGE = "OUTPUT_TOO_LARGE"
+JSON_TOO_DEEP = "JSON_TOO_DEEP"
+TOO_MANY_CALLS = "TOO_MANY_CALLS"
+
+EMPTY_SIMULATOR_OUTPUT = "EMPTY_SIMULATOR_OUTPUT"
+NO_EXECUTION_RESULT_TAG_FOUND = "NO_EXECUTION_RESULT_TAG_FOUND"
+EXECUTION_RESULT_TAG_MALFORMED = "EXECUTION_RESULT_TAG_MALFORMED"
+SIMULATOR_JSON_DECODE_ERROR = "SIMULATOR_JSON_DECODE_ERROR"
+INVALID_EXECUTION_RESULT_TYPE = "INVALID_EXECUTION_RESULT_TYPE"
+NON_SERIALIZABLE_EXECUTION_RESULT = "NON_SERIALIZABLE_EXECUTION_RESULT"
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+RESPONSE, TURN_START, TURN_END = "<tool_response>", "<|im_start|>", "<|im_end|>"
+THINK, END_THINK = "<think>", "</think>"
+_TAG = re.compile("|".join(map(re.escape, (THINK, END_THINK, CALL, RESPONSE, TURN_START, TURN_END))))
+_BLOCK_EDGE = re.compile(f"{CALL}|{END_CALL}")
+_RESULT_TAG = re.compile("<think>|<(tool_response|execution_result)>")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class ParsedResult:
+    """A parsed REHEARSE output.
+
+    `value_text` is the result as written, without white space around it; `value` is what it decodes to. When
+    `error_code` is set there is no value and `message` can be shown.
+    """
+
+    value_text: str
+    error_code: str | None = None
+    message: str | None = None
+    value: Any = None
+
+
+class _Fault(Exception):
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+def parse_assistant(text: str, *, mode: str = "strict", truncated: bool = False) -> AssistantOutput:
+    """Parse one ACT output; what follows its turn-end tag, if that stands in the text, is not read.
+
+    mode: "strict" lets one bad part void every call of the output; "lenient" keeps the good calls and names what it
+      left out in `dropped` (an error only when no call is left).
+    truncated: the output hit its length limit; none of its calls count.
+
+    A tool response or a turn that the model writes itself is a bad part, and nothing after it is read.
+    """
+    if mode not in ("strict", "lenient"):
+        raise ValueError(f"mode={mode!r}: expected 'strict' or 'lenient'")
+    clean = clean_text(text)
+    if len(clean) > MAX_CHARS:
+        message = f"The output has {len(clean)} characters; at most {MAX_CHARS} are read. Write less."
+        return AssistantOutput(text, None, "", (), OUTPUT_TOO_LARGE, message, truncated)
+    scan = _Scan(clean, strict=mode == "strict")
+    thinking, reply, faults = scan.thinking(), scan.reply(), scan.faults
+    if truncated:
+        message = "The output was cut off at its length limit. Write a shorter one."
+        return AssistantOutput(text, thinking, reply, (), OUTPUT_TRUNCATED, message, True)
+    if faults and (mode == "strict" or not scan.calls):
+        return AssistantOutput(text, thinking, reply, (), faults[0].code, faults[0].message)
+    return AssistantOutput(text, thinking, reply, tuple(scan.calls), dropped=tuple(f.code for f in faults))
+
+
+def parse_execution_result(text: str, *, objects_only: bool = False) -> ParsedResult:
+    """Parse one REHEARSE output: the first `<tool_response>` or `<execution_result>` block outside thinking.
+
+    objects_only: accept a non-empty object or a list only, as the reference does; else any JSON value.
+    """
+    try:
+        return _result(clean_text(text), objects_only)
+    except _Fault as fault:
+        return ParsedResult("", fault.code, fault.message)
+
+
+class _Scan:
+    """One pass over an output, tag by tag: thoughts, visible text, calls and faults in order."""
+
+    def __init__(self, text: str, strict: bool):
+        self.calls: list[ToolCall] = []
+        self.faults: list[_Fault] = []
+        self._thoughts: list[str] = []
+        self._visible: list[str] = []
+        try:
+            self._run(text, strict)
+        except _Fault as fault:  # nothing after it is read
+            self.faults.append(fault)
+
+    def thinking(self) -> str | None:
+        """Contents of all thinking blocks, or None when there is none."""
+        return "\n".join(t.strip("\n") for t in self._thoughts) if self._thoughts else None
+
+    def reply(self) -> str:
+        """What is left for a user to see."""
+        return "\n".join(part for part in (p.strip() for p in self._visible) if part)
+
+    def _run(self, text: str, strict: bool) -> None:
+        at = blocks = 0
+        while tag := _TAG.search(text, at):
+            before, at = text[at : tag.start()], tag.end()
+            if tag[0] == END_THINK and not self._thoughts and not blocks:
+                # It closes thinking that the prompt opened.
+                self._thoughts, self._visible = [before], []
+                continue
+            self._visible.append(before)
+            if tag[0] == THINK:
+                at = self._think(text, at)
+            elif tag[0] == CALL:
+                blocks += 1
+                if blocks > MAX_CALLS:
+                    raise _Fault(TOO_MANY_CALLS, f"At most {MAX_CALLS} calls are read from one output.")
+                try:
+                    at = self._call(text, at)
+                except _Fault as fault:
+                    if strict or fault.code == TOO_MANY_CALLS:
+                        raise
+                    self.faults.append(fault)
+                    at = _resume(text, at)
+            elif tag[0] in (RESPONSE, TURN_START):
+                raise _Fault(
+                    FABRICATED_RESPONSE,
+                    f"An output must not contain {tag[0]}: only the environment answers. End the turn after the calls.",
+                )
+            elif tag[0] == TURN_END:
+                return
+        self._visible.append(text[at:])
+
+    def _think(self, text: str, at: int) -> int:
+        close = text.find(END_THINK, at)
+        if close < 0:
+            self._thoughts.append(text[at:])
+            raise _Fault(UNCLOSED_THINKING, f"The thinking is never closed. End it with {END_THINK}, then answer.")
+        self._thoughts.append(text[at:close])
+        return close + len(END_THINK)
+
+    def _call(self, text: str, at: int) -> int:
+        """Read the block that begins at `at`; return where it ends."""
+        if text.find(END_CALL, at) < 0:
+            raise _Fault(NO_TOOL_CALL_FOUND, f"A {CALL} is never closed. End every call with {END_CALL}.")
+        try:
+            value, _, stop = _json_block(text, at, END_CALL)
+        except ValueError as err:
+            raise _Fault(JSON_DECODE_ERROR, f"The text between {CALL} and {END_CALL} is not JSON: {err}.") from None
+        calls = [_one_call(item) for item in (value if isinstance(value, list) else [value])]
+        if len(self.calls) + len(calls) > MAX_CALLS:
+            raise _Fault(TOO_MANY_CALLS, f"At most {MAX_CALLS} calls are read from one output.")
+        self.calls += calls
+        return stop
+
+
+def _resume(text: str, at: int) -> int:
+    """Where to go on after a bad block: behind its closing tag, or at the next opening one if that comes first."""
+    edge = _BLOCK_EDGE.search(text, at)
+    if edge is None:
+        return len(text)
+    return edge.start() if edge[0] == CALL else edge.end()
+
+
+def _one_call(item: Any) -> ToolCall:
+    if not isinstance(item, dict):
+        raise _Fault(NO_ARGUMENTS, 'A call must be a JSON object with "name" and "arguments".')
+    arguments = item.get("parameters")
+    if arguments is None:
+        arguments = item.get("arguments")
+    if arguments is None:
+        raise _Fault(NO_ARGUMENTS, 'The call has no "arguments". Give a JSON object, {} if the tool needs none.')
+    if isinstance(arguments, str):  # JSON text inside JSON: decoded once, strings inside it stay strings
+        try:
+            arguments = _loads(arguments.strip())
+        except ValueError as err:
+            raise _Fault(JSON_DECODE_ERROR, f'The "arguments" string is not JSON: {err}.') from None
+    try:
+        canonical_json(arguments)
+    except ValueError:
+        raise _Fault(NON_SERIALIZABLE_ARGUMENTS, 'The "arguments" hold a number too large for JSON.') from None
+    name = item.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise _Fault(INVALID_TOOL_NAME, 'The call has no tool name. Give "name" as a string.')
+    if not isinstance(arguments, dict):
+        raise _Fault(INVALID_PARAMETERS, f'The "arguments" of {name[:80]} must be a JSON object.')
+    return ToolCall(name, arguments)
+
+
+def _result(text: str, objects_only: bool) -> ParsedResult:
+    if not text.strip():
+        raise _Fault(EMPTY_SIMULATOR_OUTPUT, "The output is empty.")
+    if len(text) > MAX_CHARS:
+        raise _Fault(OUTPUT_TOO_LARGE, f"The output has {len(text)} characters; at most {MAX_CHARS} are read.")
+    at = 0
+    while True:
+        tag = _RESULT_TAG.search(text, at)
+        if tag is None:
+            raise _Fault(NO_EXECUTION_RESULT_TAG_FOUND, f"The output has no {RESPONSE} outside its thinking.")
+        if tag[1]:
+            break
+        close = text.find(END_THINK, tag.end())
+        at = len(text) if close < 0 else close + len(END_THINK)
+    end_tag = f"</{tag[1]}>"
+    if text.find(end_tag, tag.end()) < 0:
+        raise _Fault(EXECUTION_RESULT_TAG_MALFORMED, f"{tag[0]} is never closed. End the result with {end_tag}.")
+    try:
+        value, value_text, _ = _json_block(text, tag.end(), end_tag)
+    except _Fault:
+        raise
+    except ValueError as err:
+        raise _Fault(SIMULATOR_JSON_DECODE_ERROR, f"The text in {tag[0]} is not JSON: {err}.") from None
+    try:
+        canonical_json(value)
+    except ValueError:
+        raise _Fault(NON_SERIALIZABLE_EXECUTION_RESULT, "The result holds a number too large for JSON.") from None
+    if objects_only and not (isinstance(value, list) or (isinstance(value, dict) and value)):
+        raise _Fault(INVALID_EXECUTION_RESULT_TYPE, "The result must be a non-empty JSON object or a list.")
+    return ParsedResult(value_text, value=value)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _json_block(text: str, at: int, end_tag: str) -> tuple[Any, str, int]:
+    """The JSON value between `at` and `end_tag`, its text, and the position after the tag.
+
+    The first closing tag normally ends the block. When the text up to it is no JSON the tag may stand inside a string:
+    then the value says where it ends. Raises ValueError.
+    """
+    close = text.find(end_tag, at)
+    block = text[at:close].strip(" \t\r\n")
+    try:
+        return _loads(block), block, close + len(end_tag)
+    except ValueError as err:
+        first = err
+    start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    try:
+        _, stop = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        raise first from None
+    close = _SPACE.match(text, stop).end()  # type: ignore[union-attr]
+    if not text.startswith(end_tag, close):
+        raise first
+    return _loads(text[start:stop]), text[start:stop], close + len(end_tag)
+
+
+def _loads(text: str) -> Any:
+    """Decode JSON with limits. Raises ValueError with a short text, or a fault when it is too deep."""
+    too_deep = _Fault(JSON_TOO_DEEP, f"The JSON is nested deeper than {MAX_DEPTH} levels.")
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as err:
+        raise ValueError(f"{err.msg} at character {err.pos}") from None
+    except RecursionError:
+        raise too_deep from None
+    # Without that many opening brackets there is no such depth, and no need to walk.
+    if text.count("{") + text.count("[") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
+        raise too_deep
+    if _SURROGATE_ESCAPE.search(text):
+        value = _DECODER.decode(clean_text(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(limit):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
