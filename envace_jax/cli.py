@@ -95,9 +95,10 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> ConfigDict:
         if key not in known:
             raise unknown_key(cfg, key)
     values = flags.FlagValues()
-    config_flags.DEFINE_config_dict("config", cfg, flag_values=values)
+    argv = ["envace_jax", *overrides]
+    config_flags.DEFINE_config_dict("config", cfg, flag_values=values, sys_argv=argv)
     try:
-        values(["envace_jax", *overrides])
+        values(argv)
     except (flags.Error, TypeError, ValueError, KeyError, AttributeError) as e:
         raise UserError(f"command line: {e}") from None
     cfg = values["config"].value

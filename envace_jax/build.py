@@ -1,0 +1,60 @@
+"""From a configuration to the parts of a run: tokenizer, chat format, mesh, model, engine, judge.
+
+Every command puts its parts together here, so that training, evaluation and serving cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from envace_jax.config import UserError
+from envace_jax.model import qwen3
+from envace_jax.model.hf import load_params
+from envace_jax.model.sharding import Rules, make_mesh, param_shardings
+from envace_jax.model.spec import PRESETS, Qwen3Spec
+from envace_jax.text.build import chat_format, tokenizer_folder
+from envace_jax.text.chat import ChatFormat
+
+__all__ = ["chat_format", "load_model", "mesh_for", "model_spec", "tokenizer_folder"]
+
+
+def mesh_for(cfg: ConfigDict) -> jax.sharding.Mesh | None:
+    """The mesh of the configuration; None on one device, where nothing needs annotating."""
+    sizes = {axis: cfg.mesh[axis] for axis in ("replica", "fsdp", "tensor", "expert")}
+    if all(n == 1 for n in sizes.values()):
+        return None
+    return make_mesh(**sizes)
+
+
+def model_spec(cfg: ConfigDict, chat: ChatFormat | None = None) -> Qwen3Spec:
+    """The model's shape: from its folder, else the named preset with the tokenizer's vocabulary where smaller."""
+    if cfg.model.path:
+        return Qwen3Spec.from_hf_config(cfg.model.path)
+    if cfg.model.size not in PRESETS:
+        raise UserError(f"model.size='{cfg.model.size}': expected one of {', '.join(PRESETS)}")
+    spec = PRESETS[cfg.model.size]
+    if chat is not None and chat.tokenizer.vocab_size > spec.vocab_size:
+        spec = dataclasses.replace(spec, vocab_size=chat.tokenizer.vocab_size)
+    return spec
+
+
+def load_model(
+    cfg: ConfigDict, chat: ChatFormat, mesh: jax.sharding.Mesh | None, rules: Rules = Rules()
+) -> tuple[Qwen3Spec, qwen3.Params]:
+    """Spec and float32 master parameters, laid out on the mesh; random ones where no folder is named."""
+    spec = model_spec(cfg, chat)
+    if chat.tokenizer.vocab_size > spec.vocab_size:
+        raise UserError(
+            f"the tokenizer has {chat.tokenizer.vocab_size} pieces, the model {spec.vocab_size} embeddings: "
+            "model.tokenizer does not belong to model.path"
+        )
+    if cfg.model.path:
+        return spec, load_params(Path(cfg.model.path), spec, rules=rules, mesh=mesh, dtype=jnp.float32)
+    shardings = None if mesh is None else param_shardings(qwen3.param_shapes(spec), mesh, rules)
+    init = jax.jit(lambda key: qwen3.init_params(spec, key), out_shardings=shardings)
+    return spec, init(jax.random.key(cfg.seed))

@@ -1,0 +1,161 @@
+"""The configuration tree: every mistake is found at once, by name, before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envace_jax import cli
+from envace_jax.config import (
+    CHECKS,
+    UserError,
+    apply_preset,
+    default_config,
+    flat,
+    problems,
+    set_key,
+    validate,
+)
+
+pytestmark = pytest.mark.quick
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.py"))
+
+
+def test_the_default_holds_and_every_check_names_a_key() -> None:
+    cfg = default_config()
+    assert problems(cfg) == []
+    assert set(CHECKS) <= {name for name, _ in flat(cfg)}
+
+
+@pytest.mark.parametrize("key", CHECKS)
+def test_every_checked_key_refuses_nonsense_and_is_named(key: str) -> None:
+    cfg = default_config()
+    with cfg.ignore_type():
+        set_key(cfg, key, "no such value" if isinstance(dict(flat(cfg))[key], str) else -7)
+    assert any(p.startswith(f"{key}=") and "expected" in p for p in problems(cfg)), problems(cfg)
+
+
+def test_all_problems_come_in_one_message() -> None:
+    cfg = default_config()
+    cfg.learning.lr = -1.0
+    cfg.rollout.top_p = float("nan")
+    cfg.learning.arm = "envase"
+    with pytest.raises(UserError) as e:
+        validate(cfg)
+    assert all(key in str(e.value) for key in ("learning.lr=-1.0", "rollout.top_p=nan", "learning.arm='envase'"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.path": "/nowhere"}, "model.path='/nowhere': no such file"),
+        ({"data.source": "cm2"}, "needs the CM2 file"),
+        ({"rollout.control": "device"}, "needs 'stream'"),
+        ({"rollout.grounding": "worldbook"}, "needs a worldbook folder"),
+        ({"rewards.judge": "endpoint"}, "needs the judge's address"),
+        ({"rewards.judge": "policy"}, "needs a model folder"),
+        ({"learning.row_tokens": 100}, "the longest ledger"),
+    ],
+)
+def test_keys_that_need_each_other(changes: dict, message: str) -> None:
+    cfg = default_config()
+    for key, value in changes.items():
+        set_key(cfg, key, value)
+    assert any(message in p for p in problems(cfg))
+
+
+def test_unknown_keys_name_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'learning.kl_coef'"):
+        set_key(default_config(), "learning.kl_coeff", 1)
+    with pytest.raises(UserError, match="is unknown"):
+        set_key(default_config(), "learning.lr.x", 1)
+
+
+def test_presets_change_named_options_only() -> None:
+    base = dict(flat(default_config()))
+
+    def differences(name: str) -> dict:
+        cfg = default_config()
+        cfg.preset = name
+        return {k: v for k, v in flat(apply_preset(cfg)) if v != base[k]}
+
+    assert differences("default") == {}
+    reference = differences("reference_code")
+    assert reference["learning.kl_coef"] == 0.0 and reference["learning.loss_mean"] == "sequence"
+    assert reference["rollout.on_invalid_call"] == "terminate" and reference["chat.old_thinking"] == "keep"
+    assert differences("paper")["rollout.rehearse_tag"] == "execution_result"
+    cfg = default_config()
+    cfg.preset = "papper"
+    with pytest.raises(UserError, match="preset='papper'"):
+        apply_preset(cfg)
+
+
+def test_overrides_are_typed_and_stand_above_the_preset() -> None:
+    cfg = cli.load_config(None, ["--config.preset=reference_code", "--config.learning.kl_coef=0.5"])
+    assert cfg.learning.kl_coef == 0.5 and cfg.learning.loss_mean == "sequence"
+    for bad in ("--config.learning.lr=fast", "--config.learning.steps=1.5", "--config.nothing=1", "--config.seed"):
+        with pytest.raises(UserError):
+            cli.load_config(None, [bad])
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_file_opens_with_its_command_and_holds(file: Path) -> None:
+    text = file.read_text()
+    head = text.split('"""')[1]
+    named = file.relative_to(Path(__file__).parents[1]).as_posix()
+    assert named in head, "the docstring names the command that runs it"
+    for word in ("Hardware", "Expect"):
+        assert word in head, f"the docstring says '{word}…'"
+    cfg = cli.load_config(str(file))
+    left = [p for p in problems(cfg) if "no such file" not in p and "needs" not in p]
+    assert left == []
+
+
+def run(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "envace_jax", *argv], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+
+
+def test_help_and_version_exit_0() -> None:
+    assert run("--help").returncode == 0
+    assert run("--version").stdout.strip()
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.run([command, "--help"])
+    assert e.value.code == 0
+    assert cli.COMMANDS[command].help.split()[0] in capsys.readouterr().out
+
+
+def test_mistakes_are_one_message_and_status_2(capsys: pytest.CaptureFixture) -> None:
+    for argv in (["trian"], ["train", "--config", "configs/none.py"], ["config", "--config.seed=x"]):
+        assert cli.main(argv) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("envace_jax: ") and "Traceback" not in err and len(err.splitlines()) <= 3
+    assert cli.main([]) == 2
+
+
+def test_mistakes_are_found_without_importing_jax() -> None:
+    code = (
+        "import sys; from envace_jax.cli import main; status = main(sys.argv[1:]);"
+        "assert 'jax' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--config.learning.lr=-1"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 2 and "learning.lr=-1.0" in done.stderr
+
+
+def test_the_resolved_tree_is_printed_as_json(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["config", "--config.seed=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["seed"] == 3
