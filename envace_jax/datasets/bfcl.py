@@ -75,8 +75,12 @@ def task_from_entry(entry: dict[str, Any], gold: list[list[str]], variant: str) 
     """
     docs = {doc["name"]: doc for name in entry["involved_classes"] for doc in _docs(name)}
     late = {int(turn): names for turn, names in entry.get("missed_function", {}).items()}
-    withheld = {name for names in late.values() for name in names}
     calls_by_turn = [[parse_call(text, docs) for text in turn] for turn in gold]
+    for turn in late:
+        # One entry's reference calls a function before the turn that offers it: it is offered from the start.
+        early = {call.name for calls in calls_by_turn[:turn] for call in calls}
+        late[turn] = [name for name in late[turn] if name not in early]
+    withheld = {name for names in late.values() for name in names}
     meta = {
         "environment": "bfcl",
         "split": split_of(entry["id"]),
