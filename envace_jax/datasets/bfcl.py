@@ -24,6 +24,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.records import ChecklistItem, Task
+from envace_jax.text.tool_schema import check_call
 from envace_jax.text.transcript import Message, ToolCall, canonical_json
 
 SOURCE = "bfcl_multi_turn"
@@ -81,6 +82,7 @@ def task_from_entry(entry: dict[str, Any], gold: list[list[str]], variant: str) 
         early = {call.name for calls in calls_by_turn[:turn] for call in calls}
         late[turn] = [name for name in late[turn] if name not in early]
     withheld = {name for names in late.values() for name in names}
+    docs = {name: _fitting(doc, calls_by_turn) for name, doc in docs.items()}
     meta = {
         "environment": "bfcl",
         "split": split_of(entry["id"]),
@@ -296,6 +298,16 @@ def _tool(doc: dict[str, Any]) -> dict[str, Any]:
     description = doc["description"] + (f" Returns {canonical_json(returns)}." if returns else "")
     function = {"name": doc["name"], "description": description, "parameters": _schema(doc["parameters"])}
     return {"type": "function", "function": function}
+
+
+def _fitting(doc: dict[str, Any], calls_by_turn: list[list[ToolCall]]) -> dict[str, Any]:
+    """The document of a function, less the type of a parameter that a reference call contradicts (one does)."""
+    doc = copy.deepcopy(doc)
+    for call in (call for calls in calls_by_turn for call in calls if call.name == doc["name"]):
+        error = check_call(call, [_tool(doc)])
+        if error is not None:
+            doc["parameters"]["properties"][error.path.removeprefix("/")].pop("type", None)
+    return doc
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.records import ChecklistItem, RecordedCall, Task
+from envace_jax.text.tool_schema import TOOL_NOT_AVAILABLE, check_call, check_tools
 from envace_jax.text.transcript import Message, ToolCall, canonical_json, clean_text
 
 __all__ = [
@@ -240,6 +241,10 @@ def _tools(r: _Record, value: Any, path: str) -> tuple[dict[str, Any], ...]:
         if clean.get("strict", False) is None:
             del clean["strict"]
         tools.append({**tool, "function": clean})
+        try:
+            check_tools(tools[-1:])
+        except UserError as error:
+            raise r.fail(f"{at}.function.parameters", str(error)) from None
     return tuple(tools)
 
 
@@ -361,15 +366,15 @@ def _meta(r: _Record, value: Any, n_turns: int) -> dict[str, Any]:
 def _check_calls(r: _Record, task: Task, path: str) -> None:
     if len(set(task.tool_names)) < len(task.tool_names):
         raise r.fail("meta.late_tools", "offers a tool that is already on offer")
-    turn, names = -1, set()
+    turn = -1
     for i, message in enumerate(task.messages):
         if message.role == "user":
             turn += 1
-            names = {tool["function"]["name"] for tool in task.tools_at(turn)}
         for k, call in enumerate(message.tool_calls):
-            if call.name not in names:
-                at = f"{path}[{i}].tool_calls[{k}].function.name"
-                raise r.fail(at, f"{call.name!r} is not among the tools")
+            error = check_call(call, task.tools_at(turn))
+            if error is not None:
+                field = "name" if error.code == TOOL_NOT_AVAILABLE else "arguments"
+                raise r.fail(f"{path}[{i}].tool_calls[{k}].function.{field}", error.message)
 
 
 def _checklists(r: _Record, value: Any, path: str, n_turns: int):
