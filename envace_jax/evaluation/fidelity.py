@@ -79,7 +79,10 @@ ERROR_CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
 def error_class(value: Any) -> str:
     """The class of a rejection: EnvACE's three checks, then what environments say."""
     text = json.dumps(value, ensure_ascii=False).lower() if not isinstance(value, str) else value.lower()
-    return next((name for name, words in ERROR_CLASSES if any(re.search(rf"(?<![a-z]){w}", text) for w in words)), "other")
+    for name, words in ERROR_CLASSES:
+        if any(re.search(rf"(?<![a-z]){word}", text) for word in words):
+            return name
+    return "other"
 
 
 def leaves(value: Any, path: str = "", positions: bool = True) -> Iterator[tuple[str, Any]]:
