@@ -57,7 +57,7 @@ def train_sentencepiece(
     Raises UserError when `vocab_size` cannot even hold the tags, the 256 bytes and the characters of the texts.
     """
     symbols = [*dict.fromkeys(tags), "\n"]
-    # Tags are cut out of the training text: they are pieces already, and must not shape the merges around them.
+    # A literal U+2581 would count as a space; the tokenizer encodes it by its bytes.
     sentences = [clean_text(text).replace(SPACE, " ") for text in texts]
     sentences = [text for text in sentences if text]
     if not sentences:
