@@ -17,10 +17,22 @@ from envace_jax.model import qwen3
 from envace_jax.model.hf import load_params
 from envace_jax.model.sharding import Rules, make_mesh, param_shardings
 from envace_jax.model.spec import PRESETS, Qwen3Spec
+from envace_jax.rewards.judge import Judge, RuleJudge
+from envace_jax.sampling.engine import Engine, EngineConfig
 from envace_jax.text.build import chat_format, tokenizer_folder
 from envace_jax.text.chat import ChatFormat
 
-__all__ = ["chat_format", "load_model", "mesh_for", "model_spec", "tokenizer_folder"]
+__all__ = [
+    "chat_format",
+    "engine_config",
+    "forward_options",
+    "load_model",
+    "make_engine",
+    "make_judge",
+    "mesh_for",
+    "model_spec",
+    "tokenizer_folder",
+]
 
 
 def mesh_for(cfg: ConfigDict) -> jax.sharding.Mesh | None:
@@ -58,3 +70,44 @@ def load_model(
     shardings = None if mesh is None else param_shardings(qwen3.param_shapes(spec), mesh, rules)
     init = jax.jit(lambda key: qwen3.init_params(spec, key), out_shardings=shardings)
     return spec, init(jax.random.key(cfg.seed))
+
+
+def forward_options(cfg: ConfigDict, rules: Rules = Rules()) -> qwen3.ForwardOptions:
+    """Compute dtype, recomputation and layout of the forward pass, the same for sampler and learner."""
+    return qwen3.ForwardOptions(dtype=jnp.dtype(cfg.model.dtype), remat=cfg.model.remat, rules=rules)
+
+
+def longest_row(cfg: ConfigDict) -> int:
+    """Tokens of the longest ledger that the configuration allows."""
+    r = cfg.rollout
+    return r.max_input_tokens + max(r.max_act_tokens, r.max_rehearse_tokens)
+
+
+def engine_config(cfg: ConfigDict) -> EngineConfig:
+    """Sizes of the rollout engine."""
+    r = cfg.rollout
+    return EngineConfig(
+        slots=r.slots,
+        shelf=max(r.slots, r.live_episodes),
+        max_length=longest_row(cfg),
+        chunk=r.chunk,
+        prefill_chunk=r.prefill_chunk,
+    )
+
+
+def make_engine(cfg: ConfigDict, spec: Qwen3Spec, params: qwen3.Params, rules: Rules = Rules()) -> Engine:
+    """A rollout engine over `params`, seeded by the run."""
+    return Engine(params, spec, engine_config(cfg), seed=cfg.seed, options=forward_options(cfg, rules))
+
+
+def make_judge(cfg: ConfigDict) -> Judge:
+    """The judge of the configuration: rules or an endpoint."""
+    rewards = cfg.rewards
+    if rewards.judge == "rules":
+        return RuleJudge()
+    if rewards.judge == "endpoint":
+        from envace_jax.endpoint import Endpoint, EndpointSettings
+        from envace_jax.rewards.model_judge import ModelJudge
+
+        return ModelJudge(Endpoint(EndpointSettings.from_config(rewards.endpoint)), batch_items=rewards.batch_items)
+    raise UserError(f"rewards.judge='{rewards.judge}': not available here")

@@ -44,7 +44,9 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "train": Command("envace_jax.learning.trainer:run_train", "train a policy (role-wise GRPO)"),
     "warmstart": Command("envace_jax.learning.warmstart:run_warmstart", "train both roles on recorded conversations"),
-    "rollout": Command("envace_jax.rehearsal.command:run_rollout", "roll tasks out and write the trajectories"),
+    "rollout": Command(
+        "envace_jax.rehearsal.command:run_rollout", "roll tasks out and write the trajectories", True, "add_arguments"
+    ),
     "evaluate": Command(
         "envace_jax.evaluation.command:run_evaluate", "measure a policy", arguments="add_arguments"
     ),

@@ -21,7 +21,7 @@ status=0
 
 echo "== lint"
 $bin/ruff check . || status=1
-$bin/shellcheck launch/*.sh .ci/run || status=1
+$bin/shellcheck -x launch/*.sh launch/*.sbatch .ci/run || status=1
 echo "== types"
 $bin/mypy envace_jax || status=1
 

@@ -1,0 +1,58 @@
+"""`rollout`: plays tasks with a policy and writes every trajectory as a JSON line."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for
+from envace_jax.config import UserError
+from envace_jax.datasets.sources import load_tasks
+from envace_jax.rehearsal.grounding import make_grounding
+from envace_jax.rehearsal.rollout import rollout
+from envace_jax.rehearsal.settings import RolloutConfig
+from envace_jax.rehearsal.trajectory import TrajectoryWriter
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="file for the trajectories (JSON lines, new)")
+    parser.add_argument("--tasks", type=int, default=16, help="how many held-out tasks")
+    parser.add_argument("--train_split", action="store_true", help="training tasks instead of held-out ones")
+
+
+def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
+    from rich.progress import track
+
+    if args.out.exists():
+        raise UserError(f"--out {args.out}: is there already; name a new file")
+    train, held_out = load_tasks(cfg.data)
+    tasks = (train if args.train_split else held_out)[: args.tasks]
+    if not tasks:
+        raise UserError("data: no tasks in this split")
+    chat = chat_format(cfg)
+    spec, params = load_model(cfg, chat, mesh_for(cfg))
+    engine = make_engine(cfg, spec, params)
+    group_size = cfg.learning.group_size
+    played = rollout(
+        tasks,
+        engine=engine,
+        chat=chat,
+        cfg=RolloutConfig.from_config(cfg),
+        judge=make_judge(cfg),
+        seed=cfg.seed,
+        group_size=group_size,
+        grounding=make_grounding(cfg.rollout.grounding),
+    )
+    ends: Counter[str] = Counter()
+    rewards = []
+    with TrajectoryWriter(args.out) as writer:
+        for trajectory in track(played, "rollout", total=len(tasks) * group_size):
+            writer.write(trajectory)
+            ends[trajectory.end_reason] += 1
+            rewards += [] if trajectory.reward is None else [trajectory.reward]
+    mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
+    print(f"{args.out}: {sum(ends.values())} trajectories, mean reward {mean}, {sum(ends.values()) - len(rewards)} masked")
+    print("ends: " + ", ".join(f"{name} {n}" for name, n in ends.most_common()))

@@ -1,0 +1,119 @@
+"""`show`: one task as the policy sees it: the prompts, and a table of token, role, sampled, advantage.
+
+Without a recorded run the task's own dialogue is played, so that the rows are those of a warm start. With
+`--trajectories FILE` the rows are those that were sampled, and the advantages those that the group gave.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from envace_jax.config import UserError
+from envace_jax.datasets.records import Task
+from envace_jax.datasets.sources import load_tasks
+from envace_jax.learning.advantage import role_advantages
+from envace_jax.rehearsal.grounding import make_grounding
+from envace_jax.rehearsal.settings import EpisodeConfig
+from envace_jax.rehearsal.teacher import demonstrate
+from envace_jax.rehearsal.trajectory import Trajectory, read_trajectories
+from envace_jax.text.build import chat_format
+from envace_jax.text.tokenizer import Tokenizer
+from envace_jax.text.transcript import Role
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help="a task's uuid, or its number in the training split (from 0)")
+    parser.add_argument("--held_out", action="store_true", help="number in the held-out split")
+    parser.add_argument("--trajectories", type=Path, metavar="FILE", help="show what a run sampled (JSON lines)")
+    parser.add_argument("--member", type=int, default=0, help="which trajectory of the group")
+    parser.add_argument("--tokens", action="store_true", help="the table of every token (else the text of each row)")
+
+
+def find_task(tasks: Sequence[Task], name: str) -> Task:
+    """By uuid, else by number; raises `UserError` that says what there is."""
+    for task in tasks:
+        if task.uuid == name:
+            return task
+    if name.isdigit() and int(name) < len(tasks):
+        return tasks[int(name)]
+    first = tasks[0].uuid if tasks else "none"
+    raise UserError(f"task '{name}': neither a uuid nor a number below {len(tasks)} (the first task is '{first}')")
+
+
+def visible(text: str) -> str:
+    """A token's text on one line, control characters spelled out so that nothing reaches the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def token_table(tokenizer: Tokenizer, trajectory: Trajectory, row: int, advantage: float | None) -> Table:
+    """Token, role, sampled, advantage of one ledger row."""
+    ledger = trajectory.rows[row]
+    table = Table("#", "id", "token", "role", "sampled", "log-prob", "advantage", title=f"row {row}", box=None)
+    for i, (token, sampled, logprob) in enumerate(zip(ledger.ids, ledger.sampled, ledger.logprobs)):
+        table.add_row(
+            str(i),
+            str(token),
+            escape(visible(tokenizer.decode([token]))),
+            ledger.role.value if sampled else "",
+            "yes" if sampled else "",
+            f"{logprob:.3f}" if sampled else "",
+            f"{advantage:+.3f}" if sampled and advantage is not None else "",
+        )
+    return table
+
+
+def row_text(tokenizer: Tokenizer, trajectory: Trajectory, row: int) -> str:
+    """The text of a row with its sampled spans in bold (rich markup)."""
+    ledger = trajectory.rows[row]
+    parts, start = [], 0
+    for i in range(1, len(ledger.ids) + 1):
+        if i == len(ledger.ids) or ledger.sampled[i] != ledger.sampled[start]:
+            lines = tokenizer.decode(ledger.ids[start:i]).split("\n")
+            text = escape("\n".join(visible(line) for line in lines))
+            parts.append(f"[bold green]{text}[/]" if ledger.sampled[start] else text)
+            start = i
+    return "".join(parts)
+
+
+def run_show(cfg: ConfigDict, args: argparse.Namespace) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    chat = chat_format(cfg)
+    advantages: dict[Role, float] = {}
+    if args.trajectories:
+        recorded = [t for t in read_trajectories(args.trajectories) if t.task_id == args.task]
+        members = [t for t in recorded if t.member == args.member]
+        if not members:
+            raise UserError(f"{args.trajectories}: no trajectory of task '{args.task}', member {args.member}")
+        shown = members[-1]
+        group = [t for t in recorded if t.group == shown.group]
+        learning = cfg.learning
+        dealt = role_advantages(
+            group, population=learning.population, baseline=learning.baseline, std_norm=learning.std_norm
+        )
+        advantages = dealt[group.index(shown)]
+    else:
+        train, held_out = load_tasks(cfg.data)
+        task = find_task(held_out if args.held_out else train, args.task)
+        grounding = make_grounding(cfg.rollout.grounding)
+        shown = demonstrate(task, chat, EpisodeConfig.from_config(cfg), grounding=grounding)
+        console.print(f"[bold]task {escape(task.uuid)}[/] from {escape(task.source)}, {len(task.user_turns)} turns")
+        for turn, items in enumerate(task.checklists[0] if task.checklists else ()):
+            for item in items:
+                console.print(f"  turn {turn}, {escape(item.id)} (weight {item.weight:g}): {escape(item.question)}")
+    for row, ledger in enumerate(shown.rows):
+        advantage = advantages.get(ledger.role)
+        console.rule(f"row {row}: {ledger.role.value}, {len(ledger.ids)} tokens, {sum(ledger.sampled)} sampled")
+        if args.tokens:
+            console.print(token_table(chat.tokenizer, shown, row, advantage))
+        else:
+            console.print(row_text(chat.tokenizer, shown, row))
+    reward = "none" if shown.reward is None else f"{shown.reward:.3f}"
+    console.print(f"end: {shown.end_reason}; reward: {reward}; advantages: "
+                  f"{ {r.value: round(a, 3) for r, a in advantages.items()} or 'of a group that was played'}")
