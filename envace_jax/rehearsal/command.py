@@ -54,5 +54,7 @@ def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
             ends[trajectory.end_reason] += 1
             rewards += [] if trajectory.reward is None else [trajectory.reward]
     mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
-    print(f"{args.out}: {sum(ends.values())} trajectories, mean reward {mean}, {sum(ends.values()) - len(rewards)} masked")
+    print(
+        f"{args.out}: {sum(ends.values())} trajectories, mean reward {mean}, {sum(ends.values()) - len(rewards)} masked"
+    )
     print("ends: " + ", ".join(f"{name} {n}" for name, n in ends.most_common()))

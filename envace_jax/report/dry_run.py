@@ -1,0 +1,169 @@
+"""`train --dry_run`: everything that can be checked before the first long minute, and what the run will take.
+
+The configuration has been validated when this runs. It scans the data, measures prompts against their limits, plays
+one scripted episode through the very code that rollouts use, asks the judge's endpoint for a word, and estimates
+memory, disk and time from sizes alone. Problems are collected and printed together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from envace_jax.build import longest_row, model_spec
+from envace_jax.config import UserError
+from envace_jax.datasets.records import Task
+from envace_jax.datasets.sources import load_tasks
+from envace_jax.model.spec import Qwen3Spec
+from envace_jax.rehearsal.grounding import make_grounding
+from envace_jax.rehearsal.settings import EpisodeConfig
+from envace_jax.rehearsal.teacher import demonstrate
+from envace_jax.report.doctor import disk, endpoint
+from envace_jax.rewards.judge import JudgeRequest, RuleJudge
+from envace_jax.text.build import chat_format
+from envace_jax.text.chat import ChatFormat
+
+SAMPLE = 64
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Ledger lengths of demonstrations, in tokens: rows per trajectory, mean and longest row, sampled tokens."""
+
+    rows: float
+    mean_row: float
+    longest: int
+    sampled: float
+
+
+def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict) -> Lengths:
+    """Measured on an even sample of the tasks' own dialogues."""
+    chosen = [tasks[i] for i in np.linspace(0, len(tasks) - 1, min(SAMPLE, len(tasks))).astype(int)]
+    grounding = make_grounding(cfg.rollout.grounding)
+    episode_config = EpisodeConfig.from_config(cfg)
+    rows = [r for t in chosen for r in demonstrate(t, chat, episode_config, grounding=grounding).rows]
+    lengths = [len(r.ids) for r in rows]
+    sampled = sum(sum(r.sampled) for r in rows)
+    return Lengths(len(rows) / len(chosen), float(np.mean(lengths)), max(lengths), sampled / len(chosen))
+
+
+def memory_estimate(spec: Qwen3Spec, cfg: ConfigDict) -> dict[str, float]:
+    """Bytes over all devices, by what they hold.
+
+    Master weights, two moments and gradients are float32 (16 bytes a parameter), the sampler's copy and the
+    reference are in the compute dtype; the KV cache is 2 * layers * rows * tokens * KV heads * head size.
+    """
+    n, size = spec.n_params(), np.dtype(np.float32).itemsize if cfg.model.dtype == "float32" else 2
+    kv_rows = cfg.rollout.slots + max(cfg.rollout.slots, cfg.rollout.live_episodes)
+    return {
+        "weights, moments, gradients": 16.0 * n,
+        "compute copy": float(size * n),
+        "reference": float(size * n) if cfg.learning.kl_coef else 0.0,
+        "KV cache": 2.0 * spec.n_layers * kv_rows * longest_row(cfg) * spec.n_kv_heads * spec.head_dim * size,
+        "log-probability chunk": 3.0 * 4 * cfg.learning.logprob_chunk * spec.vocab_size,
+    }
+
+
+def matmul_rate() -> float:
+    """Float operations a second of a plain matrix product on the first device, measured now."""
+    import jax
+    import jax.numpy as jnp
+
+    n = 1024
+    x = jnp.ones((n, n), jnp.float32)
+    product = jax.jit(lambda a: a @ a)
+    product(x).block_until_ready()
+    start, times = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.3:
+        product(x).block_until_ready()
+        times += 1
+    return 2.0 * n**3 * times / (time.perf_counter() - start)
+
+
+def scripted_episode(task: Task, chat: ChatFormat, cfg: ConfigDict) -> str:
+    """Plays the task's own dialogue and, where its items have rules, judges it by them."""
+    played = demonstrate(
+        task, chat, EpisodeConfig.from_config(cfg), grounding=make_grounding(cfg.rollout.grounding)
+    )
+    passed = judged = 0
+    if cfg.rewards.judge == "rules":
+        for turn in range(len(played.transcript)):
+            items = tuple(variant[turn] for variant in task.checklists)
+            request = JudgeRequest("dry", task.uuid, task.system, played.transcript[: turn + 1], items)
+            for table in RuleJudge().judge(request).verdicts:
+                judged += len(table)
+                passed += sum(any(row) for row in table)
+    verdicts = f", {passed} of {judged} checklist items pass" if judged else ""
+    return f"{len(played.segments)} outputs in {len(played.rows)} ledgers, {len(played.transcript)} turns{verdicts}"
+
+
+def run_dry(cfg: ConfigDict) -> int:
+    """Prints the report; exit status 1 when something is to be mended."""
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    wrong: list[str] = []
+
+    def say(name: str, text: str) -> None:
+        console.print(f"{name:<16} {text}")
+
+    say("config", "holds")
+    train, held_out = load_tasks(cfg.data)
+    say("data", f"{len(train)} training tasks, {len(held_out)} held out ({cfg.data.source})")
+    if not train:
+        raise UserError("data: there is no training task")
+    overlap = {t.uuid for t in train} & {t.uuid for t in held_out}
+    if overlap:
+        wrong.append(f"data: {len(overlap)} held-out tasks are training tasks too (first: {sorted(overlap)[0]})")
+    if cfg.rewards.judge == "rules":
+        bare = [t.uuid for t in train if any(i.rule is None for v in t.checklists for turn in v for i in turn)]
+        if bare:
+            wrong.append(
+                f"rewards.judge=rules: {len(bare)} tasks have items without a rule (first: {bare[0]}); "
+                "their trajectories would all be masked"
+            )
+    chat = chat_format(cfg)
+    spec = model_spec(cfg, chat)
+    if chat.tokenizer.vocab_size > spec.vocab_size:
+        wrong.append(f"model.tokenizer: {chat.tokenizer.vocab_size} pieces for {spec.vocab_size} embeddings")
+    lengths = ledger_lengths(train, chat, cfg)
+    say(
+        "lengths",
+        f"{lengths.rows:.1f} ledgers a trajectory, mean {lengths.mean_row:.0f} and longest {lengths.longest} tokens, "
+        f"{lengths.sampled:.0f} sampled (demonstrations)",
+    )
+    if lengths.longest > longest_row(cfg):
+        wrong.append(f"rollout.max_input_tokens: ledgers reach {lengths.longest} tokens, rows hold {longest_row(cfg)}")
+    say("episode", scripted_episode(train[0], chat, cfg))
+
+    parts = memory_estimate(spec, cfg)
+    detail = ", ".join(f"{name} {v / GIB:.2f}" for name, v in parts.items() if v)
+    say("memory", f"{sum(parts.values()) / GIB:.2f} GiB over all devices ({detail})")
+    checkpoint = 12.0 * spec.n_params()
+    trajectories = cfg.learning.steps * cfg.learning.prompts_per_step * cfg.learning.group_size
+    lines = trajectories * lengths.rows * lengths.mean_row * 24.0
+    total = checkpoint * (cfg.checkpoint.keep + 1) + lines * bool(cfg.metrics.trajectories)
+    found = disk(cfg.run_dir)
+    say("disk", f"{total / GIB:.2f} GiB ({checkpoint / GIB:.2f} a checkpoint); {found.text}")
+    tokens = cfg.learning.prompts_per_step * cfg.learning.group_size * lengths.rows * lengths.mean_row
+    flops = (6 + 2 + 2) * spec.n_params() * tokens
+    rate = matmul_rate()
+    hours = cfg.learning.steps * flops / rate / 3600
+    say(
+        "time",
+        f"at least {hours:.2f} h for {cfg.learning.steps} steps on one device like this one "
+        f"({tokens:.0f} tokens a step, 10 FLOPs a parameter and token, {rate / 1e9:.0f} GFLOP/s measured)",
+    )
+    if cfg.rewards.judge == "endpoint":
+        for finding in endpoint(cfg):
+            say(finding.name, finding.text)
+            if finding.ok is False:
+                wrong.append(f"rewards.endpoint: {finding.text}")
+    for line in wrong:
+        console.print(f"MEND  {line}")
+    console.print("dry run: nothing was started" + (f"; {len(wrong)} to mend" if wrong else ", all is well"))
+    return 1 if wrong else 0
