@@ -1,0 +1,1 @@
+"""TFDS builders, and the data that comes with the repository."""
