@@ -95,9 +95,7 @@ def next_request(state: EpisodeState) -> Need | NeedObservation | NeedVerdicts |
         assert state.rehearse_row is not None
         row = state.rows[state.rehearse_row]
         stream = cfg.context == "stream"
-        return Need(
-            Role.REHEARSE, row.ids, cfg.max_rehearse_tokens, len(state.segments), state.rehearse_row, stream
-        )
+        return Need(Role.REHEARSE, row.ids, cfg.max_rehearse_tokens, len(state.segments), state.rehearse_row, stream)
     if state.phase is Phase.OBSERVE:
         assert state.call is not None
         return NeedObservation(state.call)
@@ -343,9 +341,7 @@ def _observe(state: EpisodeState, observation: Observation, piece: str | tuple[i
         calls = state.output.calls[answered : answered + 1]
         part = replace(state.output, calls=calls)
         news = (*news, *state.setting.writer.results(part, [observation]))
-    return replace(
-        state, observations=(*state.observations, observation), pieces=(*state.pieces, piece), news=news
-    )
+    return replace(state, observations=(*state.observations, observation), pieces=(*state.pieces, piece), news=news)
 
 
 def error_observation(code: str, message: str) -> Observation:
@@ -397,9 +393,7 @@ def _close_turn(state: EpisodeState) -> EpisodeState:
     if state.output is not None:
         steps = (*steps, Step(state.output, state.observations))
     turn = Turn(state.task.user_turns[state.turn], steps)
-    return replace(
-        state, transcript=(*state.transcript, turn), steps=(), output=None, observations=(), pieces=()
-    )
+    return replace(state, transcript=(*state.transcript, turn), steps=(), output=None, observations=(), pieces=())
 
 
 def receive_verdicts(state: EpisodeState, result: JudgeResult) -> EpisodeState:
@@ -407,7 +401,10 @@ def receive_verdicts(state: EpisodeState, result: JudgeResult) -> EpisodeState:
     assert state.phase is Phase.VERDICTS, f"no verdicts are awaited in phase {state.phase}"
     tables = state.verdicts or ((),) * len(state.checklists)
     verdicts = tuple((*table, turn) for table, turn in zip(tables, result.verdicts, strict=True))
-    state = replace(state, verdicts=verdicts)
+    counts = Counter({f"judge_{name}": number for name, number in result.usage.items()})
+    counts.update(f"no_verdict_{cause}" for cause in result.causes.values())
+    counts.update(state.judged)
+    state = replace(state, verdicts=verdicts, judged=dict(counts))
     scored = score(state)
     if scored.turn_scores[len(state.transcript) - 1] is None:
         # No verdict is never a fail: the trajectory is masked, and going on would be wasted work.

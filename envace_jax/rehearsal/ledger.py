@@ -64,9 +64,7 @@ class Row:
     def context(self, ids: Iterable[int]) -> Row:
         """The row with ids that nobody sampled appended."""
         ids = tuple(ids)
-        return Row(
-            self.role, self.ids + ids, self.sampled + (False,) * len(ids), self.logprobs + (0.0,) * len(ids)
-        )
+        return Row(self.role, self.ids + ids, self.sampled + (False,) * len(ids), self.logprobs + (0.0,) * len(ids))
 
     def sample(self, ids: Sequence[int], logprobs: Sequence[float]) -> Row:
         """The row with a sampled segment appended.
@@ -78,9 +76,7 @@ class Row:
             raise ValueError(f"{len(ids)} sampled ids came with {len(logprobs)} log-probabilities")
         if not self.ids:
             raise ValueError("a row must begin with context: nothing can be sampled from an empty prompt")
-        return Row(
-            self.role, self.ids + tuple(ids), self.sampled + (True,) * len(ids), self.logprobs + tuple(logprobs)
-        )
+        return Row(self.role, self.ids + tuple(ids), self.sampled + (True,) * len(ids), self.logprobs + tuple(logprobs))
 
     def fork(self, keep: Sequence[tuple[int, int]]) -> Row:
         """A new row with the ids of the spans `[start, end)` of this one, in order, all of them context.

@@ -52,7 +52,7 @@ def score(state: EpisodeState) -> Score:
 
 
 def _counters(state: EpisodeState) -> dict[str, float]:
-    counters: Counter[str] = Counter()
+    counters: Counter[str] = Counter(state.judged)
     for segment in state.segments:
         counters[f"{segment.role}_outputs"] += 1
         counters[f"{segment.role}_tokens"] += len(segment.ids)

@@ -135,7 +135,7 @@ class _Loop:
                     self._begin(more)
                     continue
                 moved = False
-                if self.sampling:
+                if self.sampling or not self.engine.idle:
                     before = time.perf_counter()
                     completions = self.engine.step()
                     timings["engine"] += time.perf_counter() - before
@@ -229,7 +229,7 @@ class _Loop:
     def _completed(self, completions: list[Completion]) -> bool:
         for completion in completions:
             live = self.sampling.pop(completion.request_id, None)
-            if live is None:  # cancelled, or a judge's that shares the engine
+            if live is None:  # cancelled, or the request of a judge that shares the engine
                 receive = getattr(self.judge, "receive", None)
                 if receive is not None:
                     receive(completion)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from envace_jax.datasets.cm2 import ChecklistItem, Task
@@ -130,6 +131,7 @@ class EpisodeState:
     news: tuple[str, ...] = ()  # entries that the stream ledger has not been told
     told: frozenset[str] = frozenset()  # grounding that it has been told
     verdicts: Verdicts = ()
+    judged: Mapping[str, float] = field(default_factory=dict)  # what judging cost, and missing verdicts by cause
     error_codes: tuple[str, ...] = ()
     ending: str | None = None  # why the episode ends once the verdicts of its last turn are in
     end_reason: str = ""

@@ -213,9 +213,7 @@ def _step_json(step: Step) -> dict[str, Any]:
             "truncated": output.truncated,
             "dropped": list(output.dropped),
         },
-        "observations": [
-            {"text": o.text, "source": o.source, "error_code": o.error_code} for o in step.observations
-        ],
+        "observations": [{"text": o.text, "source": o.source, "error_code": o.error_code} for o in step.observations],
     }
 
 
