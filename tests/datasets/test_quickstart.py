@@ -129,7 +129,7 @@ def test_tasks_are_seeded_and_a_longer_list_begins_with_the_shorter():
 
 
 def test_records_are_valid_and_agree_with_the_environment():
-    tasks = generate_tasks("train", 300) + generate_tasks("heldout", 100)
+    tasks = generate_tasks("train", 120) + generate_tasks("heldout", 60)
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
     for task in tasks:
         assert task_from_record(json.loads(json.dumps(task_to_record(task))), where="test") == task

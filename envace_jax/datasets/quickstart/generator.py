@@ -48,7 +48,7 @@ def generate_task(split: str, index: int, seed: int = 0) -> Task:
     rng = random.Random(f"quickstart/{split}/{seed}/{index}")
     for _ in range(100):
         talk = _Talk(rng, split == "heldout")
-        for _ in range(rng.choices((1, 2, 3), (60, 28, 12))[0]):
+        for _ in range(rng.choices((1, 2, 3), (74, 19, 7))[0]):
             kind = rng.choices(list(_TURNS), [weight for weight, _ in _TURNS.values()])[0]
             _TURNS[kind][1](talk)
         if talk.valid():
@@ -321,8 +321,8 @@ def _listed(talk: _Talk) -> None:
 _TURNS: dict[str, tuple[int, Callable[[_Talk], None]]] = {
     "single_write": (40, _single_write),
     "single_read": (18, _single_read),
-    "same_pair": (14, _same_pair),
-    "mixed_pair": (10, _mixed_pair),
+    "same_pair": (17, _same_pair),
+    "mixed_pair": (12, _mixed_pair),
     "refund_all": (7, _refund_all),
     "settle": (3, _settle),
     "chain": (5, _chain),

@@ -1,0 +1,208 @@
+"""What a policy is worth at the service desk: success in the real environment, in its own rehearsal, and
+fidelity.
+
+*Real success* lets ACT talk to the real environment. *Rehearsed success* lets it talk to REHEARSE and is
+judged by the checklist alone, as in training; the same calls replayed in the real environment give *replayed
+success*, and the gap between the two shows how far the rehearsals flatter. *Fidelity* asks REHEARSE for the
+answers to a fixed set of calls after a true history and compares them with the environment's own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from envace_jax.datasets.quickstart.demonstrations import probe_messages
+from envace_jax.datasets.quickstart.environment import WRITES
+from envace_jax.datasets.quickstart.generator import accepted_write
+from envace_jax.datasets.quickstart.success import success
+from envace_jax.datasets.records import Task
+from envace_jax.evaluation.fidelity import Pair, json_equal, parse, summarise
+from envace_jax.rehearsal.grounding import Grounding, exact_record
+from envace_jax.rehearsal.observers import RealObserver
+from envace_jax.rehearsal.rollout import rollout, sampling_key
+from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
+from envace_jax.rehearsal.teacher import demonstrate
+from envace_jax.rewards.judge import RuleJudge
+from envace_jax.rewards.verifiers import turn_calls
+from envace_jax.sampling.engine import Request, SamplingParams
+from envace_jax.text.tool_calls import parse_execution_result
+from envace_jax.text.transcript import Role
+
+FIDELITY_SEED = 0
+"""Decides which calls the fixed set asks beyond the recorded ones."""
+
+
+@dataclass(frozen=True)
+class FidelityCase:
+    """One call after a true history: REHEARSE's prompt, and the environment's answer with what is known
+    about it."""
+
+    prompt_ids: tuple[int, ...]
+    pair: Pair
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Per episode, in the order of tasks and members."""
+
+    rehearsed: tuple[bool, ...]
+    replayed: tuple[bool, ...]
+    rewards: tuple[float | None, ...]
+
+
+def real_success(
+    tasks: Sequence[Task],
+    engine: Any,
+    chat: Any,
+    cfg: RolloutConfig,
+    *,
+    temperature: float,
+    seed: int = 0,
+    group_size: int = 1,
+) -> tuple[bool, ...]:
+    """Whether each episode succeeds when ACT's calls are answered by the real environment.
+
+    Args:
+        tasks: quickstart tasks.
+        engine, chat: as for `rollout`.
+        temperature: 0 is greedy.
+        group_size: episodes a task; results are in the order of tasks, then members.
+    """
+    config = replace(cfg, temperature=temperature, top_p=1.0, top_k=0)
+    played = rollout(
+        tasks,
+        engine=engine,
+        chat=chat,
+        cfg=config,
+        judge=None,
+        seed=seed,
+        group_size=group_size,
+        observe=RealObserver(),
+    )
+    results = {(t.group, t.member): success(tasks[t.group], t.transcript) for t in played}
+    return tuple(results[key] for key in sorted(results))
+
+
+def rehearsed_success(
+    tasks: Sequence[Task],
+    engine: Any,
+    chat: Any,
+    cfg: RolloutConfig,
+    *,
+    temperature: float,
+    seed: int = 0,
+    group_size: int = 1,
+    grounding: Grounding | None = None,
+) -> Outcomes:
+    """Whether each episode passes its whole checklist in rehearsal, and whether its calls succeed when
+    replayed."""
+    config = replace(cfg, temperature=temperature, top_p=1.0, top_k=0)
+    played = rollout(
+        tasks,
+        engine=engine,
+        chat=chat,
+        cfg=config,
+        judge=RuleJudge(),
+        seed=seed,
+        group_size=group_size,
+        grounding=grounding,
+    )
+    done = sorted(played, key=lambda trajectory: (trajectory.group, trajectory.member))
+    rewards = tuple(trajectory.reward for trajectory in done)
+    return Outcomes(
+        rehearsed=tuple(reward is not None and reward > 1 - 1e-6 for reward in rewards),
+        replayed=tuple(success(tasks[trajectory.group], trajectory.transcript) for trajectory in done),
+        rewards=rewards,
+    )
+
+
+def fidelity_cases(
+    tasks: Sequence[Task], chat: Any, cfg: EpisodeConfig, *, grounding: Grounding | None = None
+) -> list[FidelityCase]:
+    """The fixed set of calls: each task's recorded ones, then two that need no record, each after the true
+    history.
+
+    A call counts as copyable when a recorded call gives exactly its answer; a repeated cancellation, whose
+    record says that it was accepted, is not.
+    """
+    everything = replace(cfg, checks=())  # the host answers nothing
+    cases = []
+    for task in tasks:
+        rng = random.Random(f"fidelity/{FIDELITY_SEED}/{task.uuid}")
+        played = demonstrate(task, chat, everything, probe_messages(task, rng), grounding=grounding)
+        answered = [pair for turn in played.transcript for pair in turn_calls(turn)]
+        asked = [segment for segment in played.segments if segment.role is Role.REHEARSE]
+        for k, (segment, (call, observation)) in enumerate(zip(asked, answered, strict=True)):
+            assert observation is not None
+            record, (_, actual) = exact_record(task, call), parse(observation.text)
+            pair = Pair(
+                tool=call.name,
+                predicted=None,
+                actual=observation.text,
+                writes=call.name in WRITES,
+                copyable=record is not None and json_equal(parse(record.result)[1], actual),
+                distance=k,
+                group=task.uuid,
+                changed=accepted_write(call.name, actual),
+            )
+            cases.append(FidelityCase(played.rows[segment.row].ids[: segment.start], pair))
+    return cases
+
+
+def ask_rehearse(
+    cases: Sequence[FidelityCase], engine: Any, chat: Any, *, max_tokens: int, param_set: str = "policy"
+) -> list[Pair]:
+    """REHEARSE's greedy answers to a fixed set of calls; an answer that does not parse is None."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_ids=chat.stop_ids)
+    waiting = {}
+    for k, case in enumerate(cases):
+        key = sampling_key(0, 0, k, 0, Role.REHEARSE, 0)
+        waiting[engine.submit(Request(case.prompt_ids, params, key, None, param_set))] = k
+    answers: dict[int, str | None] = {}
+    while waiting:
+        for completion in engine.step():
+            ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
+            parsed = parse_execution_result(chat.tokenizer.decode(ids))
+            unread = parsed.error_code is not None or completion.finish != "stop"
+            answers[waiting.pop(completion.request_id)] = None if unread else parsed.value_text
+    return [replace(case.pair, predicted=answers[k]) for k, case in enumerate(cases)]
+
+
+def evaluate(
+    tasks: Sequence[Task],
+    engine: Any,
+    chat: Any,
+    cfg: RolloutConfig,
+    *,
+    seed: int = 0,
+    fidelity_tasks: int = 100,
+    grounding: Grounding | None = None,
+) -> dict[str, float]:
+    """The figures of one policy on held-out tasks.
+
+    `real_greedy`, `real_sampled` (T = 1): success in the real environment. `rehearsed`, `replayed`: success
+    of the same sampled episodes in rehearsal and replayed; `gap`: their difference. `fidelity_*`:
+    json_equal, leaf_f1, reject_f1 on the fixed calls of the first `fidelity_tasks` tasks; `fidelity_new_*`:
+    the same without copyable ones.
+    """
+    out = {
+        "real_greedy": _mean(real_success(tasks, engine, chat, cfg, temperature=0.0, seed=seed)),
+        "real_sampled": _mean(real_success(tasks, engine, chat, cfg, temperature=1.0, seed=seed)),
+    }
+    outcomes = rehearsed_success(tasks, engine, chat, cfg, temperature=1.0, seed=seed, grounding=grounding)
+    out["rehearsed"], out["replayed"] = _mean(outcomes.rehearsed), _mean(outcomes.replayed)
+    out["gap"] = out["rehearsed"] - out["replayed"]
+    cases = fidelity_cases(tasks[:fidelity_tasks], chat, cfg.episode, grounding=grounding)
+    pairs = ask_rehearse(cases, engine, chat, max_tokens=cfg.episode.max_rehearse_tokens, param_set=cfg.rehearse_params)
+    parts = {"fidelity": pairs, "fidelity_new": [pair for pair in pairs if not pair.copyable]}
+    for name, part in parts.items():
+        summary = summarise(part)
+        out |= {f"{name}_{metric}": summary[metric] for metric in ("n", "json_equal", "leaf_f1", "reject_f1")}
+    return out
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else float("nan")
