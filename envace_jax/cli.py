@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from absl import flags
@@ -23,6 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from envace_jax import __version__
 from envace_jax.config import UserError, apply_preset, default_config, flat, set_key, unknown_key, validate
+from envace_jax.config_file import load_file
 
 Arguments = Callable[[argparse.ArgumentParser], None]
 
@@ -60,26 +59,6 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("envace_jax.report.doctor:run_doctor", "versions, devices, disk, endpoints, template"),
     "config": Command("envace_jax.cli:run_config", "print the resolved configuration as JSON"),
 }
-
-
-def load_file(path: str) -> ModuleType:
-    """Imports a configuration file by its path; raises `UserError` when it is not there or has no get_config."""
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"--config {path}: no such file; configs/ holds examples")
-    spec = importlib.util.spec_from_file_location(f"envace_config_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"--config {path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except UserError:
-        raise
-    except Exception as e:
-        raise UserError(f"--config {path}: {type(e).__name__}: {e}") from e
-    if not callable(getattr(module, "get_config", None)):
-        raise UserError(f"--config {path}: defines no get_config()")
-    return module
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> ConfigDict:

@@ -19,6 +19,25 @@ class UserError(ValueError):
     """A mistake the user can mend: printed as one message without a traceback, exit status 2."""
 
 
+def _endpoint() -> dict[str, Any]:
+    """A section for one OpenAI-compatible endpoint (see `endpoint.EndpointSettings`)."""
+    return {
+        "base_url": "",
+        "model": "",
+        "api_key_env": "OPENAI_API_KEY",
+        "temperature": 0.6,
+        "top_p": 0.8,
+        "max_tokens": 6000,
+        "concurrency": 32,
+        "requests_per_minute": 0,
+        "tokens_per_minute": 0,
+        "attempts": 5,
+        "timeout": 120.0,
+        "deadline": 600.0,
+        "cache_dir": "",
+    }
+
+
 def default_config() -> ConfigDict:
     """The whole tree. Sizes are in tokens, times in seconds, shares in 0..1."""
     c = ConfigDict(
@@ -74,6 +93,7 @@ def default_config() -> ConfigDict:
                 "slots": 64,
                 "chunk": 16,
                 "prefill_chunk": 256,
+                "simulator": _endpoint(),  # who answers calls in the arm act_only_endpoint
             },
             "rewards": {
                 "judge": "rules",  # rules | endpoint | policy
@@ -88,21 +108,7 @@ def default_config() -> ConfigDict:
                 "rehearse_format_penalty": 0.0,
                 "length_penalty": 0.0,
                 "empty_penalty": 0.0,
-                "endpoint": {
-                    "base_url": "",
-                    "model": "",
-                    "api_key_env": "OPENAI_API_KEY",
-                    "temperature": 0.6,
-                    "top_p": 0.8,
-                    "max_tokens": 6000,
-                    "concurrency": 32,
-                    "requests_per_minute": 0,
-                    "tokens_per_minute": 0,
-                    "attempts": 5,
-                    "timeout": 120.0,
-                    "deadline": 600.0,
-                    "cache_dir": "",
-                },
+                "endpoint": _endpoint(),
                 "policy": {"path": "", "temperature": 0.6, "top_p": 0.8, "max_tokens": 6000},
             },
             "learning": {
@@ -314,10 +320,6 @@ CHECKS: dict[str, Check] = {
     "rewards.scoring": one_of("turns", "episode"),
     "rewards.max_checklists": at_least(1),
     "rewards.max_no_verdict_share": between(0, 1),
-    "rewards.endpoint.attempts": at_least(1),
-    "rewards.endpoint.concurrency": at_least(1),
-    "rewards.endpoint.timeout": above(0),
-    "rewards.endpoint.deadline": above(0),
     "learning.arm": one_of(*ARMS),
     "learning.steps": at_least(0),
     "learning.prompts_per_step": at_least(1),
@@ -356,6 +358,15 @@ CHECKS: dict[str, Check] = {
     "evaluation.top_p": between(0, 1),
 }
 
+for _section in ("rewards.endpoint", "rollout.simulator"):
+    CHECKS |= {
+        f"{_section}.attempts": at_least(1),
+        f"{_section}.concurrency": at_least(1),
+        f"{_section}.timeout": above(0),
+        f"{_section}.deadline": above(0),
+        f"{_section}.max_tokens": at_least(1),
+    }
+
 
 def problems(cfg: ConfigDict) -> list[str]:
     """Every error of a tree, one line each: the key's full name, its value, what was expected."""
@@ -383,6 +394,8 @@ def problems(cfg: ConfigDict) -> list[str]:
         found.append("rollout.context='stateless': rollout.control=device needs 'stream'")
     if values["rewards.judge"] == "endpoint" and not values["rewards.endpoint.base_url"]:
         found.append("rewards.endpoint.base_url='': rewards.judge=endpoint needs the judge's address")
+    if values["learning.arm"] == "act_only_endpoint" and not values["rollout.simulator.base_url"]:
+        found.append("rollout.simulator.base_url='': learning.arm=act_only_endpoint needs the simulator's address")
     if values["rewards.judge"] == "policy" and not values["rewards.policy.path"]:
         found.append("rewards.policy.path='': rewards.judge=policy needs a model folder")
     longest = values["rollout.max_input_tokens"] + max(
