@@ -1,0 +1,375 @@
+"""The update: one jitted, donated program over microbatches, compiled before the run starts.
+
+Master parameters and moments are float32.  The program makes one compute-dtype copy of the parameters, loops over
+as many microbatches as there are (the loop bound is data, so the batch's size never causes a compilation), adds
+their gradients in float32, divides once by the batch's denominator, clips, and lets AdamW take its step.  A
+gradient that is not finite, or a sampler that disagrees with the learner, leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from envace_jax.config import UserError
+from envace_jax.learning.loss import (
+    ROLES,
+    LossConfig,
+    gather_predictions,
+    policy_loss,
+    supervised_loss,
+    token_logprobs,
+)
+from envace_jax.model.qwen3 import ForwardOptions, Params, forward, output_matrix
+from envace_jax.model.sharding import Rules, param_shardings
+from envace_jax.model.spec import Qwen3Spec
+
+State = dict[str, Any]
+SCHEDULES = ("constant", "cosine")
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateConfig:
+    """Optimizer, precision and batch shape.
+
+    A microbatch is `rows` batch rows of `row_tokens` ids; `capacity` is the number of microbatches that the program
+    has room for.  drift_limit: an update whose mean exp|learner - sampler| exceeds it is not taken (0: no limit).
+    """
+
+    lr: float = 1e-6
+    lr_schedule: str = "constant"
+    lr_warmup_steps: int = 0
+    total_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    drift_limit: float = 0.0
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    rows: int = 8
+    row_tokens: int = 256
+    capacity: int = 16
+    loss: LossConfig = LossConfig()
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule not in SCHEDULES:
+            raise UserError(
+                f"learning.lr_schedule='{self.lr_schedule}' is unknown; expected one of {SCHEDULES}"
+            )
+        if self.lr_schedule == "cosine" and self.total_steps <= 0:
+            raise UserError("learning.lr_schedule='cosine' needs the number of steps to be known")
+
+    def schedule(self) -> optax.Schedule:
+        """Learning rate by the number of steps taken."""
+
+        def rate(count: Any) -> Any:
+            value = jnp.float32(self.lr)
+            if self.lr_schedule == "cosine":
+                progress = jnp.clip(count / self.total_steps, 0.0, 1.0)
+                value = value * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+            if self.lr_warmup_steps:
+                value = value * jnp.minimum(1.0, (count + 1) / self.lr_warmup_steps)
+            return value
+
+        return rate
+
+    def optimizer(self) -> optax.GradientTransformation:
+        return optax.adamw(
+            self.schedule(), b1=self.beta1, b2=self.beta2, eps=1e-8, weight_decay=self.weight_decay
+        )
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """Every parameter in another dtype."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def batch_logprobs(
+    params: Params, spec: Qwen3Spec, batch: dict[str, jax.Array], options: ForwardOptions, loss: LossConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and entropies [B, S] of a microbatch's predictions."""
+    hidden_BxTxD = forward(
+        params, spec, batch["tokens"], batch["positions"], batch["segment_ids"], options=options
+    )
+    return token_logprobs(
+        gather_predictions(hidden_BxTxD, batch["target_index"]),
+        batch["targets"],
+        batch["mask"],
+        output_matrix(params, options),
+        temperature=loss.temperature,
+        chunk_tokens=loss.chunk_tokens,
+        entropy_gradient=loss.entropy_coef > 0,
+    )
+
+
+def _pick(batch: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
+    return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in batch.items()}
+
+
+class Update:
+    """The compiled programs of one learner: `init`, `update`, `score`, `compute_copy`.
+
+    The state is a pytree {"params", "opt_state", "step"}; `update` takes it over (its buffers are donated).
+    """
+
+    def __init__(
+        self, spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()
+    ):
+        self.spec, self.config, self.mesh, self.rules = spec, config, mesh, rules
+        self.options = ForwardOptions(dtype=jnp.dtype(config.compute_dtype), remat=config.remat, rules=rules)
+        self.optimizer = config.optimizer()
+        self.capacity = config.capacity
+        self.compile_seconds: dict[str, float] = {}
+        self._programs: dict[tuple[str, int], Any] = {}
+        if mesh is not None:
+            shards = int(np.prod([mesh.shape[a] for a in _axes(rules.batch)]))
+            if config.rows % shards:
+                raise UserError(
+                    f"learning.rows_per_microbatch={config.rows} does not divide over the mesh's {shards} data shards; "
+                    f"expected a multiple of {shards}"
+                )
+
+    # Placement
+
+    def _context(self) -> Any:
+        return jax.set_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext()
+
+    def _batch_sharding(self) -> NamedSharding | None:
+        if self.mesh is None:
+            return None
+        return NamedSharding(self.mesh, P(None, self.rules.batch, self.rules.sequence))
+
+    def _scalar_sharding(self) -> NamedSharding | None:
+        return NamedSharding(self.mesh, P()) if self.mesh is not None else None
+
+    def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Host arrays [M, B, T] onto the devices, batch rows spread over the data axes."""
+        sharding = self._batch_sharding()
+        if sharding is None:
+            return jax.device_put(arrays)
+        return {name: jax.device_put(array, sharding) for name, array in arrays.items()}
+
+    def place_params(self, params: Params) -> Params:
+        """Parameters in the layout of the rules, float32."""
+        params = cast(params, jnp.float32)
+        if self.mesh is None:
+            return params
+        return jax.device_put(params, param_shardings(params, self.mesh, self.rules))
+
+    def init(self, params: Params) -> State:
+        """A fresh state around these parameters (the caller's arrays stay valid)."""
+
+        def fresh(params: Params) -> State:
+            params = jax.tree.map(jnp.copy, params)
+            return {"params": params, "opt_state": self.optimizer.init(params), "step": jnp.int32(0)}
+
+        with self._context():
+            return jax.jit(fresh)(self.place_params(params))
+
+    # Programs
+
+    def _update(
+        self, state: State, batch: dict[str, jax.Array], count: jax.Array, denominator: jax.Array
+    ) -> tuple[State, dict[str, Any]]:
+        config = self.config
+        params = state["params"]
+        compute = cast(params, self.options.dtype)
+
+        def loss(params: Params, micro: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
+            logprob, entropy = batch_logprobs(params, self.spec, micro, self.options, config.loss)
+            if config.loss.supervised:
+                return supervised_loss(logprob, entropy, micro)
+            return policy_loss(logprob, entropy, micro, config.loss)
+
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        figures = jax.eval_shape(gradient, compute, _pick(batch, jnp.int32(0)))[0][1]
+
+        def body(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            total, grads, seen = carry
+            (value, new), more = gradient(compute, _pick(batch, i))
+            grads = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, more)
+            seen = {
+                "sums": jax.tree.map(jnp.add, seen["sums"], new["sums"]),
+                "maxima": jax.tree.map(jnp.maximum, seen["maxima"], new["maxima"]),
+            }
+            return total + value, grads, seen
+
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), figures)
+        total, grads, seen = jax.lax.fori_loop(
+            0, count, body, (jnp.float32(0), jax.tree.map(jnp.zeros_like, params), none)
+        )
+        scale = 1.0 / jnp.maximum(denominator, 1e-9)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(total)
+        sums = dict(seen["sums"])
+        tokens = jnp.maximum(jnp.sum(sums["tokens"]), 1.0)
+        accept = finite
+        if config.drift_limit > 0 and not config.loss.supervised:
+            accept &= jnp.sum(sums["exp_drift"]) / tokens <= config.drift_limit
+        if config.grad_clip > 0:
+            clip = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * clip, grads)
+        updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+        new = {
+            "params": optax.apply_updates(params, updates),
+            "opt_state": opt_state,
+            "step": state["step"],
+        }
+        state = jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, state)
+        state["step"] = state["step"] + 1
+        metrics = {
+            "loss": total * scale,
+            "grad_norm": norm,
+            "finite": finite,
+            "accepted": accept,
+            "sums": sums,
+            "maxima": seen["maxima"],
+        }
+        return state, metrics
+
+    def _score(self, params: Params, batch: dict[str, jax.Array], count: jax.Array) -> jax.Array:
+        compute = cast(params, self.options.dtype)
+
+        def body(i: jax.Array, out: jax.Array) -> jax.Array:
+            logprob, _ = batch_logprobs(compute, self.spec, _pick(batch, i), self.options, self.config.loss)
+            return jax.lax.dynamic_update_index_in_dim(out, logprob, i, 0)
+
+        return jax.lax.fori_loop(0, count, body, jnp.zeros_like(batch["weights"]))
+
+    def batch_shapes(self, capacity: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the device batch, for compilation without data."""
+        shape = (capacity, self.config.rows, self.config.row_tokens)
+        dtypes: dict[str, Any] = dict.fromkeys(
+            ("tokens", "positions", "segment_ids", "target_index", "targets", "output"), jnp.int32
+        )
+        dtypes |= dict.fromkeys(("weights", "advantages", "sampler_logprobs"), jnp.float32)
+        dtypes |= {"mask": jnp.bool_, "role": jnp.int8}
+        if not self.config.loss.supervised:
+            if not self.config.loss.own_old:
+                dtypes["old_logprobs"] = jnp.float32
+            if self.config.loss.kl_coef > 0:
+                dtypes["reference_logprobs"] = jnp.float32
+        sharding = self._batch_sharding()
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+    def lower_update(self, state: State, capacity: int | None = None) -> Any:
+        """The lowered update program for a state (arrays or shapes)."""
+        scalar = self._scalar_sharding()
+        with self._context():
+            return jax.jit(self._update, donate_argnums=0).lower(
+                state,
+                self.batch_shapes(capacity or self.capacity),
+                jax.ShapeDtypeStruct((), jnp.int32, sharding=scalar),
+                jax.ShapeDtypeStruct((), jnp.float32, sharding=scalar),
+            )
+
+    def lower_score(self, params: Params, capacity: int | None = None) -> Any:
+        """The lowered scoring program for parameters of any float dtype."""
+        with self._context():
+            shapes = self.batch_shapes(capacity or self.capacity)
+            shapes = {k: v for k, v in shapes.items() if k not in ("old_logprobs", "reference_logprobs")}
+            return jax.jit(self._score).lower(
+                params, shapes, jax.ShapeDtypeStruct((), jnp.int32, sharding=self._scalar_sharding())
+            )
+
+    def _program(self, name: str, capacity: int, argument: Any) -> Any:
+        key = (name, capacity)
+        if key not in self._programs:
+            started = time.monotonic()
+            lower = self.lower_update if name == "update" else self.lower_score
+            self._programs[key] = lower(argument, capacity).compile()
+            self.compile_seconds[f"{name}[{capacity}]"] = time.monotonic() - started
+        return self._programs[key]
+
+    def compile(self, state: State) -> None:
+        """Compiles what a run will call, before it starts."""
+        self._program("update", self.capacity, state)
+        if not self.config.loss.own_old or self.config.loss.kl_coef > 0:
+            self._program("score", self.capacity, state["params"])
+
+    # Calls
+
+    def _scalar(self, value: float, dtype: Any) -> jax.Array:
+        return jax.device_put(np.asarray(value, dtype), self._scalar_sharding())
+
+    def update(
+        self, state: State, batch: dict[str, jax.Array], count: int, denominator: float
+    ) -> tuple[State, dict[str, Any]]:
+        """One optimizer step on `count` microbatches; returns the new state and metrics still on the device."""
+        program = self._program("update", batch["tokens"].shape[0], state)
+        names = self.batch_shapes(1)
+        with self._context():
+            return program(
+                state,
+                {name: batch[name] for name in names},
+                self._scalar(count, np.int32),
+                self._scalar(denominator, np.float32),
+            )
+
+    def score(self, params: Params, batch: dict[str, jax.Array], count: int) -> jax.Array:
+        """Log-probabilities [M, B, T] of the batch's predictions under these parameters."""
+        program = self._program("score", batch["tokens"].shape[0], params)
+        names = [n for n in self.batch_shapes(1) if n not in ("old_logprobs", "reference_logprobs")]
+        with self._context():
+            return program(params, {name: batch[name] for name in names}, self._scalar(count, np.int32))
+
+    def compute_copy(self, params: Params, shardings: Any = None) -> Params:
+        """A compute-dtype copy for the sampler, in its layout: independent of the donated state."""
+        if not hasattr(self, "_copy"):
+            dtype = self.options.dtype
+            self._copy = jax.jit(
+                lambda p: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), p), out_shardings=shardings
+            )
+        with self._context():
+            return self._copy(params)
+
+
+def make_update(
+    spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()
+) -> Update:
+    """The programs for one model and configuration; `Update.compile` compiles them."""
+    return Update(spec, config, mesh, rules)
+
+
+def make_compute_copy(params: Params, dtype: Any, shardings: Any = None) -> Params:
+    """A copy of the parameters in the compute dtype, in the given layout (None: as they lie)."""
+    return jax.jit(lambda p: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), p), out_shardings=shardings)(
+        params
+    )
+
+
+def host_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    """Sums over microbatches turned into means by role and overall, as plain floats."""
+    metrics = jax.device_get(metrics)
+    sums = metrics["sums"]
+    tokens = np.asarray(sums["tokens"], np.float64)
+    out = {
+        "loss": float(metrics["loss"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "skipped": float(not metrics["accepted"]),
+        "nonfinite": float(not metrics["finite"]),
+        "tokens_trained": float(tokens.sum()),
+    }
+    for name, value in sums.items():
+        if np.shape(value) == (ROLES,) and name != "tokens":
+            out[name] = float(np.sum(value) / max(tokens.sum(), 1.0))
+            for code, role in enumerate(("act", "rehearse")):
+                out[f"{name}/{role}"] = float(value[code] / max(tokens[code], 1.0))
+    for name, value in metrics["maxima"].items():
+        out[f"{name}_max"] = float(value)
+    return out
+
+
+def _axes(axis: Any) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
