@@ -1,6 +1,6 @@
 r"""Arm `act_only_endpoint`: no rehearsal: an outside simulator answers (rollout.simulator).
 
-    python -m envace_jax train --config configs/arms/act_only_endpoint.py \\
+    python -m envace_jax train --config configs/arms/act_only_endpoint.py \
         --config.rollout.simulator.base_url=http://127.0.0.1:8000/v1 --config.rollout.simulator.model=NAME
 
 Hardware: 2 CPU cores, 2 GB of memory.
