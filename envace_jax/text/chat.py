@@ -225,8 +225,12 @@ class ChatFormat:
         return frozenset(i for n in range(1, 33) for i in self.tokenizer.encode_data("\n" * n))
 
     @functools.cached_property
+    def _tags(self) -> dict[str, int]:
+        return self.tokenizer.tags
+
+    @functools.cached_property
     def _tag_pattern(self) -> re.Pattern[str]:
-        tags = sorted(self.tokenizer.tags, key=len, reverse=True)
+        tags = sorted(self._tags, key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, tags)) + ")")
 
     def _encode(self, pieces: Sequence[Piece]) -> list[int]:
@@ -239,7 +243,7 @@ class ChatFormat:
                 ids.extend(self.tokenizer.encode_data("".join(pending)))
                 pending.clear()
 
-        tags = self.tokenizer.tags
+        tags = self._tags
         for piece in pieces:
             if isinstance(piece, Data):
                 pending.append(piece)
