@@ -1,0 +1,305 @@
+"""The device programs of the rollout engine, and the one ladder of shapes they are compiled for.
+
+`decode` advances every live row by up to C tokens, `prefill` writes prompts into rows, `copy` clones or moves rows,
+`resize` gives the lanes another length. All of them are pure functions of parameters, cache and small arrays;
+caches are donated. `Programs` compiles each once for each shape of the ladder and counts what it compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from envace_jax.model import kv_cache, qwen3
+from envace_jax.model.kv_cache import KVCache
+from envace_jax.model.spec import Qwen3Spec
+from envace_jax.sampling.sampler import position_uniforms, sample
+
+RUNNING, STOP, LENGTH, NAN = range(4)
+FINISH = {STOP: "stop", LENGTH: "length", NAN: "nan"}
+
+LENGTH_COLUMN, PENDING, REMAINING, KEY, TOP_K, STOPS = 0, 1, 2, 3, 5, 6
+"""Columns of the integer row state: valid positions, token to feed next, tokens still allowed (0 = not live),
+two key words, top-k, then the stop ids (-1 where unused). The float state holds temperature and top-p."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Every static shape the engine may ask for; warm-up and runtime both read it here, and only here."""
+
+    slots: int
+    shelf: int
+    chunk: int
+    stop_ids: int
+    lengths: tuple[int, ...]
+    prefill: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
+
+    @classmethod
+    def plan(
+        cls, *, slots: int, shelf: int, max_length: int, chunk: int, prefill_chunk: int, stop_ids: int = 4
+    ) -> Shapes:
+        """Ladders for the sizes of an engine.
+
+        Lanes are a quarter, half or all of `max_length + chunk` long. A prefill call takes R rows of P tokens: P
+        from 16 by factors of four to `prefill_chunk`, R from `slots` down so that R * P stays near
+        4 * prefill_chunk.
+        """
+        top = -(-(max_length + chunk) // 16) * 16
+        lengths = sorted({max(64, -(-top // (16 * cut)) * 16) for cut in (4, 2)} | {top})
+        lengths = [n for n in lengths if n <= top]
+        pieces, p = [], min(16, prefill_chunk)
+        while p < prefill_chunk:
+            pieces.append(p)
+            p *= 4
+        pieces.append(prefill_chunk)
+        prefill = []
+        for p in pieces:
+            widest = max(1, min(slots, max(4 * prefill_chunk // p, 1)))
+            prefill += [(r, p) for r in sorted({widest, max(1, widest // 8)})]
+        copies = tuple(sorted({min(8, slots), slots}))
+        return cls(slots, shelf, chunk, stop_ids, tuple(lengths), tuple(prefill), copies)
+
+    def length_for(self, positions: int) -> int:
+        """The smallest lane length that holds `positions`."""
+        return next(n for n in self.lengths if n >= positions)
+
+    def prefill_for(self, remaining: list[int]) -> tuple[int, int]:
+        """(R, P) for a call over rows that still need `remaining` tokens, longest first."""
+        pieces = sorted({p for _, p in self.prefill})
+        p = next((p for p in pieces if p >= remaining[0]), pieces[-1])
+        rows = [r for r, q in self.prefill if q == p]
+        return next((r for r in rows if r >= len(remaining)), rows[-1]), p
+
+    def copy_for(self, n: int) -> int:
+        return next((r for r in self.copies if r >= n), self.copies[-1])
+
+    def contexts(self, piece: int, length: int) -> tuple[int, ...]:
+        """How many positions a prefill of `piece` tokens may read in lanes of `length`."""
+        return tuple(n for n in self.lengths if piece <= n <= length)
+
+
+def decode(
+    params: Any,
+    main: KVCache,
+    ints_BxN: jax.Array,
+    floats_Bx2: jax.Array,
+    patience: jax.Array,
+    *,
+    spec: Qwen3Spec,
+    options: qwen3.ForwardOptions,
+    chunk: int,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """Advances every live row by up to `chunk` tokens and appends their keys and values to the rows.
+
+    Each iteration feeds a row's pending token at its next position and samples one. A row stops at a stop id, at
+    its token limit, or when its logits are not finite (that token is not counted). The loop returns early once
+    the iterations that stopped rows sat through, summed over rows, reach `patience`, or no row is live.
+
+    Returns the cache (donated in, aliased out), int32 [B, C + 2] (tokens, number of tokens, finish code) and
+    float32 [B, C] log-probabilities.
+    """
+    b = ints_BxN.shape[0]
+    length_B, limit_B = ints_BxN[:, LENGTH_COLUMN], ints_BxN[:, REMAINING]
+    keys_Bx2 = jax.lax.bitcast_convert_type(ints_BxN[:, KEY : KEY + 2], jnp.uint32)
+    stops_BxS = ints_BxN[:, STOPS:]
+    uniform_BxC = position_uniforms(keys_Bx2, length_B, chunk)
+    if not main.stacked:
+        params = unstack_layers(params, spec)
+    width = (b, spec.n_kv_heads, chunk, spec.head_dim)
+    dtype = options.dtype
+    if main.stacked:
+        zeros = jnp.zeros((spec.n_layers, *width), dtype)
+        buffer = KVCache(zeros, zeros)
+    else:
+        buffer = KVCache(*(tuple(jnp.zeros(width, dtype) for _ in range(spec.n_layers)) for _ in range(2)))
+
+    def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cursor: jax.Array):
+        k_BxKx1xDh, v_BxKx1xDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        carry = kv_cache.put(carry, layer, k_BxKx1xDh, v_BxKx1xDh, (0, 0, cursor, 0))
+        out = kv_cache.decode_attention(q[:, 0], main.layer(layer), carry.layer(layer), length_B, cursor)
+        return carry, out[:, None]
+
+    def more(state: tuple) -> jax.Array:
+        cursor, wasted, live_B = state[0], state[1], state[3]
+        return (cursor < chunk) & (wasted < patience) & jnp.any(live_B)
+
+    def advance(state: tuple) -> tuple:
+        cursor, wasted, pending_B, live_B, count_B, finish_B, tokens_BxC, logps_BxC, buffer = state
+        x_Bx1xD = qwen3.embed(params, pending_B[:, None], options)
+        hidden_Bx1xD, buffer = qwen3.decoder(
+            params,
+            spec,
+            x_Bx1xD,
+            (length_B + cursor)[:, None],
+            functools.partial(attend, cursor=cursor),
+            buffer,
+            options=options,
+        )
+        logits_BxV = qwen3.unembed(params, hidden_Bx1xD[:, 0], options)
+        uniform_B = jax.lax.dynamic_index_in_dim(uniform_BxC, cursor, 1, keepdims=False)
+        token_B, logp_B = sample(
+            logits_BxV, uniform_B, floats_Bx2[:, 0], floats_Bx2[:, 1], ints_BxN[:, TOP_K]
+        )
+        broken_B = live_B & ~jnp.isfinite(logp_B)
+        count_B += live_B & ~broken_B
+        stopped_B = live_B & jnp.any(token_B[:, None] == stops_BxS, axis=-1)
+        full_B = live_B & (count_B >= limit_B)
+        code_B = jnp.where(broken_B, NAN, jnp.where(stopped_B, STOP, jnp.where(full_B, LENGTH, RUNNING)))
+        finish_B = jnp.where(live_B, code_B, finish_B)
+        live_B &= code_B == RUNNING
+        wasted += jnp.sum((finish_B != RUNNING) & (limit_B > 0), dtype=jnp.int32)
+        tokens_BxC = jax.lax.dynamic_update_slice(tokens_BxC, token_B[:, None], (0, cursor))
+        logps_BxC = jax.lax.dynamic_update_slice(logps_BxC, logp_B[:, None], (0, cursor))
+        return cursor + 1, wasted, token_B, live_B, count_B, finish_B, tokens_BxC, logps_BxC, buffer
+
+    zero = jnp.int32(0)
+    state = (
+        zero,
+        zero,
+        ints_BxN[:, PENDING],
+        limit_B > 0,
+        jnp.zeros(b, jnp.int32),
+        jnp.zeros(b, jnp.int32),
+        jnp.zeros((b, chunk), jnp.int32),
+        jnp.zeros((b, chunk), jnp.float32),
+        buffer,
+    )
+    _, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, buffer = jax.lax.while_loop(more, advance, state)
+    main = kv_cache.merge(main, buffer, length_B)
+    return main, jnp.concatenate([tokens_BxC, count_B[:, None], finish_B[:, None]], axis=1), logps_BxC
+
+
+def prefill(
+    params: Any,
+    main: KVCache,
+    tokens_RxP: jax.Array,
+    places_Rx2: jax.Array,
+    *,
+    spec: Qwen3Spec,
+    options: qwen3.ForwardOptions,
+    context: int,
+) -> KVCache:
+    """Writes the keys and values of P tokens into R rows; `places_Rx2` holds each row's index and start.
+
+    Rows are read up to `context` positions. A row index out of range computes and writes nothing (padding).
+    """
+    rows_R, starts_R = places_Rx2[:, 0], places_Rx2[:, 1]
+    positions_RxP = starts_R[:, None] + jnp.arange(tokens_RxP.shape[1])[None]
+    if not main.stacked:
+        params = unstack_layers(params, spec)
+
+    def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array):
+        k_RxKxPxDh, v_RxKxPxDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        carry = kv_cache.write_windows(carry, layer, k_RxKxPxDh, v_RxKxPxDh, rows_R, starts_R)
+        k_BxKxTxDh, v_BxKxTxDh = carry.layer(layer)
+        seen = lambda x: x.at[rows_R, :, :context].get(mode="clip")  # noqa: E731
+        return carry, kv_cache.prefill_attention(q, seen(k_BxKxTxDh), seen(v_BxKxTxDh), positions_RxP)
+
+    x_RxPxD = qwen3.embed(params, tokens_RxP, options)
+    return qwen3.decoder(params, spec, x_RxPxD, positions_RxP, attend, main, options=options)[1]
+
+
+def unstack_layers(params: Any, spec: Qwen3Spec) -> Any:
+    """The same parameters with one tree a layer, which `decoder` unrolls."""
+    layers = params["layers"]
+    if isinstance(layers, tuple):
+        return params
+    return {**params, "layers": tuple(jax.tree.map(lambda w: w[i], layers) for i in range(spec.n_layers))}
+
+
+def copy(target: KVCache, source: KVCache, moves_Rx2: jax.Array, *, length: int) -> KVCache:
+    """Rows `moves[:, 0]` of the source into rows `moves[:, 1]` of the target (out of range: nothing)."""
+    return kv_cache.copy_rows(target, source, moves_Rx2[:, 1], moves_Rx2[:, 0], length)
+
+
+def copy_within(cache: KVCache, moves_Rx2: jax.Array, *, length: int) -> KVCache:
+    """`copy` inside one cache."""
+    return copy(cache, cache, moves_Rx2, length=length)
+
+
+def resize(cache: KVCache, *, length: int) -> KVCache:
+    """The same rows with another length: cut, or padded with zeros."""
+
+    def one(x: jax.Array) -> jax.Array:
+        grow = [(0, 0)] * x.ndim
+        grow[-2] = (0, max(0, length - x.shape[-2]))
+        return jnp.pad(x[..., :length, :], grow)
+
+    return jax.tree.map(one, cache)
+
+
+class Programs:
+    """Compiled programs by name and static sizes; one set serves every parameter set of the same shapes."""
+
+    def __init__(self, spec: Qwen3Spec, options: qwen3.ForwardOptions, shapes: Shapes, *, stacked: bool):
+        self.spec, self.options, self.shapes, self.stacked = spec, options, shapes, stacked
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def cache(self, rows: int, length: int) -> KVCache:
+        return kv_cache.empty_cache(self.spec, rows, length, self.options.dtype, stacked=self.stacked)
+
+    def _program(self, name: str, key: tuple[Any, ...], function: Callable, donate: Any, args: tuple) -> Any:
+        program = self.compiled.get((name, *key))
+        if program is None:
+            jitted = jax.jit(function, donate_argnums=donate)
+            program = self.compiled[name, *key] = jitted.lower(*args).compile()
+        return program
+
+    def decode(self, params: Any, main: KVCache, ints: np.ndarray, floats: np.ndarray, patience: int) -> Any:
+        args = (params, main, ints, floats, np.int32(patience))
+        function = functools.partial(
+            decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk
+        )
+        return self._program("decode", (main.rows, main.length), function, (1,), args)(*args)
+
+    def prefill(
+        self, params: Any, main: KVCache, tokens: np.ndarray, places: np.ndarray, context: int
+    ) -> KVCache:
+        args = (params, main, tokens, places)
+        function = functools.partial(prefill, spec=self.spec, options=self.options, context=context)
+        return self._program("prefill", (main.length, *tokens.shape, context), function, (1,), args)(*args)
+
+    def copy(self, target: KVCache, source: KVCache, moves: np.ndarray) -> KVCache:
+        length = min(target.length, source.length)
+        key = (target.rows, target.length, source.rows, source.length, len(moves))
+        if target is source:
+            function = functools.partial(copy_within, length=length)
+            return self._program("copy_within", key, function, (0,), (target, moves))(target, moves)
+        function = functools.partial(copy, length=length)
+        return self._program("copy", key, function, (0,), (target, source, moves))(target, source, moves)
+
+    def resize(self, cache: KVCache, length: int) -> KVCache:
+        function = functools.partial(resize, length=length)
+        return self._program("resize", (cache.length, length), function, (), (cache,))(cache)
+
+    def warm_up(self, params: Any) -> Iterator[str]:
+        """Compiles everything the ladder can ask for; yields a line per program group."""
+        shapes = self.shapes
+        for length in shapes.lengths:
+            main = self.cache(shapes.slots, length)
+            ints = np.zeros((shapes.slots, STOPS + shapes.stop_ids), np.int32)
+            main, _, _ = self.decode(params, main, ints, np.ones((shapes.slots, 2), np.float32), 1)
+            for rows, piece in shapes.prefill:
+                if piece > length:
+                    continue
+                for context in shapes.contexts(piece, length):
+                    places = np.full((rows, 2), [shapes.slots, 0], np.int32)
+                    main = self.prefill(params, main, np.zeros((rows, piece), np.int32), places, context)
+            for n in shapes.copies:
+                moves = np.full((n, 2), [0, max(shapes.slots, shapes.shelf)], np.int32)
+                main = self.copy(main, main, moves)
+                if shapes.shelf:
+                    shelf = self.cache(shapes.shelf, shapes.lengths[-1])
+                    main = self.copy(main, shelf, moves)
+                    shelf = self.copy(shelf, main, moves)
+            for other in shapes.lengths:
+                if other != length:
+                    self.resize(main, other)
+            yield f"lanes of {length}"
