@@ -476,6 +476,14 @@ class Engine:
                 self._done.append(completion)
                 return
 
+    def partial(self, request_id: int) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+        """What a live request has so far (ids, log-probabilities); None when it waits or has ended."""
+        for pool in self._pools.values():
+            for row in pool.rows:
+                if row.live is not None and row.live.id == request_id:
+                    return tuple(row.live.ids), tuple(row.live.logprobs)
+        return None
+
     def release(self, affinity: Hashable) -> None:
         """The ledger is closed: its row may be overwritten."""
         for pool in self._pools.values():

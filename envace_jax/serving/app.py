@@ -1,0 +1,398 @@
+"""The HTTP routes: Starlette over the one engine loop.
+
+`/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/metrics`, and `/v1/worlds` (sessions of the
+REHEARSE role). A key, where one is set, stands on every route but `/health`. A body is read up to its limit and no
+further; a client that goes away frees its rows; a full queue answers 429 with Retry-After.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from envace_jax.serving import protocol
+from envace_jax.serving.generate import Generated, Generator
+from envace_jax.serving.loop import Overloaded
+from envace_jax.serving.protocol import BadRequest, ChatRequest, Sampling
+from envace_jax.serving.stream import StreamParser, token_texts
+from envace_jax.serving.worlds import Worlds
+from envace_jax.text.chat import CALL, ChatFormat
+from envace_jax.text.tool_calls import parse_assistant
+from envace_jax.text.transcript import AssistantOutput
+
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits and names of one server. `api_key` None leaves the routes open (loopback only, see the command)."""
+
+    model: str
+    api_key: str | None = None
+    max_body: int = 8 << 20
+    body_seconds: float = 30.0
+    defaults: Sampling = Sampling()
+
+
+class Server:
+    """The routes over a generator; `app` is what uvicorn runs."""
+
+    def __init__(self, generator: Generator, chat: ChatFormat, settings: ServerSettings, worlds: Worlds):
+        self.generator, self.chat, self.settings, self.worlds = generator, chat, settings, worlds
+        guarded = self._guarded
+        self.app = Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/metrics", guarded(self.metrics)),
+                Route("/v1/models", guarded(self.models)),
+                Route("/v1/models/{name:path}", guarded(self.models)),
+                Route("/v1/chat/completions", guarded(self.chat_completions), methods=["POST"]),
+                Route("/v1/completions", guarded(self.completions), methods=["POST"]),
+                Route("/v1/worlds", guarded(self.create_world), methods=["POST"]),
+                Route("/v1/worlds/{world}", guarded(self.one_world), methods=["GET", "DELETE"]),
+                Route("/v1/worlds/{world}/step", guarded(self.step_world), methods=["POST"]),
+                Route("/v1/worlds/{world}/fork", guarded(self.fork_world), methods=["POST"]),
+            ]
+        )
+
+    # --- shared ---------------------------------------------------------------------------------------------------
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await handler(request)
+            except BadRequest as e:
+                return JSONResponse(e.body(), e.status)
+            except Overloaded as e:
+                body = BadRequest(str(e), status=429, code="rate_limit_exceeded").body()
+                return JSONResponse(body, 429, {"Retry-After": str(e.retry_after)})
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        key = self.settings.api_key
+        if key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise BadRequest("wrong or missing API key", status=401, code="invalid_api_key")
+
+    async def _body(self, request: Request) -> Any:
+        limit = self.settings.max_body
+        too_large = BadRequest(f"the body is over this server's limit of {limit} bytes", status=413)
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > limit:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self.settings.body_seconds):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise BadRequest("the body did not arrive in time", status=408) from None
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise BadRequest(f"the body is not JSON: {str(e)[:200]}") from None
+        if _depth(value) > MAX_DEPTH:
+            raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+        return value
+
+    def _model(self, asked: str) -> str:
+        if asked and asked != self.settings.model:
+            message = f"model '{asked}' is not served here; '{self.settings.model}' is"
+            raise BadRequest(message, "model", 404, "model_not_found")
+        return self.settings.model
+
+    # --- small routes ---------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        loop = self.generator.loop
+        if loop.alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "failed"}, 503)
+
+    async def metrics(self, request: Request) -> Response:
+        loop = self.generator.loop
+        lines = [f"envace_requests_open {loop.open_requests}"]
+        lines += [f"envace_{name}_total {n}" for name, n in loop.counts.items()]
+        lines += [f"envace_engine_{name} {value:g}" for name, value in sorted(loop.engine.stats().items())]
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def models(self, request: Request) -> Response:
+        card = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "envace_jax"}
+        name = request.path_params.get("name")
+        if name is not None:
+            self._model(name)
+            return JSONResponse(card)
+        return JSONResponse({"object": "list", "data": [card]})
+
+    # --- chat -----------------------------------------------------------------------------------------------------
+
+    def _prompt(self, asked: ChatRequest) -> tuple[list[int], str]:
+        """Prompt ids, and the text that was put into the model's mouth to force a call."""
+        chat = self.chat if asked.thinking is None else replace(self.chat, thinking=asked.thinking)
+        forced = ""
+        if asked.tool_choice == "required":
+            forced = f"{CALL}\n"
+        elif asked.tool_choice == "named":
+            forced = f'{CALL}\n{{"name": {json.dumps(asked.named_tool, ensure_ascii=False)}, "arguments": '
+        if forced:
+            chat = replace(chat, thinking=False)  # the call comes first
+        ids = chat.encode_prompt(asked.messages, asked.tools)
+        return ids + (chat.tokenizer.encode(forced) if forced else []), forced
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._body(request)
+        if request.headers.get("x-role", "").lower() == "rehearse":
+            return await self._rehearse(body)
+        asked = protocol.read_chat(body, self.settings.defaults)
+        model = self._model(asked.model)
+        if asked.schema is not None:
+            raise BadRequest("'response_format' with JSON is not supported by this server", "response_format")
+        prompt, forced = self._prompt(asked)
+        self.generator.check(prompt, asked.sampling)
+        if asked.sampling.stream:
+            return await self._stream(asked, model, prompt, forced)
+        outputs = await self._all(request, prompt, asked.sampling)
+        choices = [self._choice(i, asked, o, forced) for i, o in enumerate(outputs)]
+        counted = protocol.usage(len(prompt), sum(len(o.ids) for o in outputs))
+        identity = protocol.new_id("chatcmpl")
+        return JSONResponse(protocol.envelope("chat.completion", identity, model, choices, usage=counted))
+
+    async def _all(self, request: Request, prompt: list[int], sampling: Sampling) -> list[Generated]:
+        """All choices; if the client goes away they are cancelled."""
+        work = asyncio.gather(*(self.generator.whole(prompt, sampling, i) for i in range(sampling.n)))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            return await work
+        finally:
+            gone.cancel()
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, BadRequest, Overloaded):
+                await work
+
+    def _parsed(self, asked: ChatRequest, text: str, truncated: bool) -> AssistantOutput:
+        if not asked.tools:
+            output = parse_assistant(text, mode="lenient", truncated=truncated)
+            return replace(output, calls=()) if not output.calls else AssistantOutput(text, None, text, ())
+        return parse_assistant(text, mode="lenient", truncated=truncated)
+
+    def _choice(self, index: int, asked: ChatRequest, output: Generated, forced: str) -> dict[str, Any]:
+        parsed = self._parsed(asked, forced + output.text, output.finish == "length")
+        if not asked.parallel and len(parsed.calls) > 1:
+            parsed = replace(parsed, calls=parsed.calls[:1])
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": protocol.message_body(parsed),
+            "finish_reason": protocol.finish_reason(output.finish, parsed),
+            "logprobs": None,
+        }
+        if asked.sampling.logprobs:
+            tokens = token_texts(self.chat.tokenizer, output.ids)
+            choice["logprobs"] = protocol.chat_logprobs(tokens, output.logprobs)
+        return choice
+
+    async def _stream(self, asked: ChatRequest, model: str, prompt: list[int], forced: str) -> Response:
+        identity = protocol.new_id("chatcmpl")
+        sampling = asked.sampling
+        merged: asyncio.Queue[tuple[int, Generated | Exception | None, bool]] = asyncio.Queue(maxsize=64)
+
+        async def pump(choice: int) -> None:
+            try:
+                async for output, done in self.generator.stream(prompt, sampling, choice, partial=True):
+                    await merged.put((choice, output, done))
+                    if done:
+                        return
+            except (BadRequest, Overloaded) as e:
+                await merged.put((choice, e, True))
+
+        pumps = [asyncio.ensure_future(pump(i)) for i in range(sampling.n)]
+        try:
+            first = await merged.get()  # what cannot run is refused with its own status, before the stream begins
+        except asyncio.CancelledError:
+            for p in pumps:
+                p.cancel()
+            raise
+        if isinstance(first[1], Exception):
+            for p in pumps:
+                p.cancel()
+            raise first[1]
+
+        def chunk(choice: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+            inner = {"index": choice, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+            return protocol.event(protocol.envelope("chat.completion.chunk", identity, model, [inner]))
+
+        async def events() -> AsyncIterator[bytes]:
+            parsers = [StreamParser(calls=bool(asked.tools), stops=sampling.stop) for _ in range(sampling.n)]
+            told = [0] * sampling.n
+            tokens = [0] * sampling.n
+            left = set(range(sampling.n))
+            item: tuple[int, Generated | Exception | None, bool] | None = first
+            try:
+                for i in range(sampling.n):
+                    yield chunk(i, {"role": "assistant", "content": ""})
+                while left:
+                    choice, output, done = item or await merged.get()
+                    item = None
+                    if isinstance(output, Exception):
+                        error = output if isinstance(output, BadRequest) else BadRequest(str(output), status=429)
+                        yield protocol.event(error.body())
+                        return
+                    assert output is not None
+                    tokens[choice] = len(output.ids)
+                    parser = parsers[choice]
+                    logprobs = None
+                    if sampling.logprobs and len(output.ids) > told[choice]:
+                        texts = token_texts(self.chat.tokenizer, output.ids[told[choice] :])
+                        logprobs = protocol.chat_logprobs(texts, output.logprobs[told[choice] :])
+                        told[choice] = len(output.ids)
+                    for delta in parser.feed(forced + output.text, done):
+                        if delta.call is not None:
+                            index = parser.sent_calls.index(delta.call)
+                            if index and not asked.parallel:
+                                continue
+                            wire: dict[str, Any] = {"tool_calls": [protocol.tool_call_body(delta.call, index)]}
+                        elif delta.reasoning is not None:
+                            wire = {"reasoning_content": delta.reasoning}
+                        else:
+                            wire = {"content": delta.content}
+                        yield chunk(choice, wire, logprobs=logprobs)
+                        logprobs = None
+                    if logprobs is not None:
+                        yield chunk(choice, {}, logprobs=logprobs)
+                    if done and choice in left:
+                        left.discard(choice)
+                        reason = "length" if output.finish == "length" else "stop"
+                        yield chunk(choice, {}, "tool_calls" if parser.sent_calls and reason == "stop" else reason)
+                if sampling.stream_usage:
+                    counted = protocol.usage(len(prompt), sum(tokens))
+                    yield protocol.event(
+                        protocol.envelope("chat.completion.chunk", identity, model, [], usage=counted)
+                    )
+                yield protocol.event("[DONE]")
+            finally:
+                for p in pumps:
+                    p.cancel()
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    # --- raw completions ------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        asked = protocol.read_completion(
+            await self._body(request), self.chat.tokenizer.vocab_size, self.settings.defaults
+        )
+        model, sampling = self._model(asked.model), asked.sampling
+        prompts = [self.chat.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in asked.prompts]
+        for p in prompts:
+            self.generator.check(p, sampling)
+        if sampling.stream:
+            if len(prompts) * sampling.n > 1:
+                raise BadRequest("a raw stream takes one prompt and n=1", "stream")
+            return self._stream_raw(prompts[0], model, sampling)
+        groups = await asyncio.gather(*(self._all(request, p, sampling) for p in prompts))
+        choices = []
+        for prompt, text, outputs in zip(prompts, asked.prompts, groups):
+            shown = (text if isinstance(text, str) else self.chat.tokenizer.decode(prompt)) if asked.echo else ""
+            choices += [self._raw_choice(len(choices) + i, o, sampling, shown) for i, o in enumerate(outputs)]
+        counted = protocol.usage(
+            sum(map(len, prompts)), sum(len(o.ids) for outputs in groups for o in outputs)
+        )
+        return JSONResponse(
+            protocol.envelope("text_completion", protocol.new_id("cmpl"), model, choices, usage=counted)
+        )
+
+    def _raw_choice(self, index: int, output: Generated, sampling: Sampling, shown: str = "") -> dict[str, Any]:
+        logprobs = None
+        if sampling.logprobs:
+            tokens = token_texts(self.chat.tokenizer, output.ids)
+            logprobs = {"tokens": tokens, "token_logprobs": list(output.logprobs), "top_logprobs": None}
+        finish = "length" if output.finish == "length" else "stop"
+        return {"index": index, "text": shown + output.text, "finish_reason": finish, "logprobs": logprobs}
+
+    def _stream_raw(self, prompt: list[int], model: str, sampling: Sampling) -> Response:
+        identity = protocol.new_id("cmpl")
+
+        async def events() -> AsyncIterator[bytes]:
+            sent = 0
+            try:
+                async for output, done in self.generator.stream(prompt, sampling, 0, partial=True):
+                    text = output.text if done else output.text.rstrip("\ufffd")
+                    choice = {"index": 0, "text": text[sent:], "finish_reason": None, "logprobs": None}
+                    if done:
+                        choice["finish_reason"] = "length" if output.finish == "length" else "stop"
+                    sent = max(sent, len(text))
+                    yield protocol.event(protocol.envelope("text_completion", identity, model, [choice]))
+                    if done:
+                        break
+                yield protocol.event("[DONE]")
+            except (BadRequest, Overloaded) as e:
+                yield protocol.event((e if isinstance(e, BadRequest) else BadRequest(str(e), status=429)).body())
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    # --- the world-model role -------------------------------------------------------------------------------------
+
+    async def _rehearse(self, body: Any) -> Response:
+        """`X-Role: rehearse`: the conversation ends with an assistant's call, the answer is what it gets back."""
+        asked = protocol.read_chat(body, self.settings.defaults)
+        model = self._model(asked.model)
+        result = await self.worlds.answer_once(asked)
+        choice = {"index": 0, "message": {"role": "tool", "content": result.text}, "finish_reason": "stop"}
+        return JSONResponse(
+            protocol.envelope("chat.completion", protocol.new_id("chatcmpl"), model, [choice], source=result.source)
+        )
+
+    async def create_world(self, request: Request) -> Response:
+        return JSONResponse(self.worlds.create(await self._body(request)), 201)
+
+    async def one_world(self, request: Request) -> Response:
+        world = request.path_params["world"]
+        if request.method == "DELETE":
+            self.worlds.delete(world)
+            return Response(status_code=204)
+        return JSONResponse(self.worlds.describe(world))
+
+    async def step_world(self, request: Request) -> Response:
+        return JSONResponse(await self.worlds.step(request.path_params["world"], await self._body(request)))
+
+    async def fork_world(self, request: Request) -> Response:
+        return JSONResponse(self.worlds.fork(request.path_params["world"]), 201)
+
+
+def _depth(value: Any) -> int:
+    deepest, level = 0, [value]
+    while level and deepest <= MAX_DEPTH:
+        deepest += 1
+        inner: list[Any] = []
+        for v in level:
+            if isinstance(v, dict):
+                inner.extend(v.values())
+            elif isinstance(v, list):
+                inner.extend(v)
+        level = inner
+    return deepest
+
+
+async def _disconnected(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.1)

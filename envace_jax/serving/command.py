@@ -1,0 +1,80 @@
+"""`serve`: an OpenAI-compatible server over one model folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from envace_jax.build import chat_format, load_model, longest_row, make_engine, mesh_for
+from envace_jax.config import UserError
+from envace_jax.rehearsal.settings import EpisodeConfig
+from envace_jax.serving.app import Server, ServerSettings
+from envace_jax.serving.generate import Generator
+from envace_jax.serving.loop import EngineLoop
+from envace_jax.serving.protocol import Sampling
+from envace_jax.serving.worlds import Worlds
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face folder (stands above config.model.path)")
+    parser.add_argument("--name", help="the model's name on the wire (default: the folder's)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; anything but loopback needs a key")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--api_key_env", default="ENVACE_API_KEY", help="environment variable that holds the key")
+    parser.add_argument("--max_requests", type=int, default=256, help="open requests before 429")
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="where a request names no limit")
+    parser.add_argument("--time_limit", type=float, default=600.0, help="seconds one request may take")
+    parser.add_argument("--max_body_mb", type=float, default=8.0)
+    parser.add_argument("--drain", type=float, default=25.0, help="seconds that open requests get at shutdown")
+
+
+def build_server(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Server, EngineLoop]:
+    """Everything but the socket; raises `UserError` for an open bind without a key."""
+    key = os.environ.get(args.api_key_env) or None
+    if args.host not in LOOPBACK and key is None:
+        raise UserError(f"--host {args.host} is open to others: set {args.api_key_env} to a key first")
+    if args.model:
+        if not Path(args.model).is_dir():
+            raise UserError(f"--model {args.model}: no such folder")
+        cfg.model.path = args.model
+    if not cfg.model.path:
+        raise UserError("--model: expected a Hugging Face folder (or config.model.path)")
+    chat = chat_format(cfg)
+    spec, params = load_model(cfg, chat, mesh_for(cfg))
+    engine = make_engine(cfg, spec, params)
+    engine.warm_up()
+    loop = EngineLoop(engine, max_requests=args.max_requests, time_limit=args.time_limit)
+    generator = Generator(loop, chat.tokenizer, chat.stop_ids, longest_row(cfg), args.max_new_tokens)
+    settings = ServerSettings(
+        model=args.name or Path(cfg.model.path).resolve().name,
+        api_key=key,
+        max_body=int(args.max_body_mb * 2**20),
+        defaults=Sampling(temperature=cfg.rollout.temperature, top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k),
+    )
+    return Server(generator, chat, settings, Worlds(generator, chat, EpisodeConfig.from_config(cfg))), loop
+
+
+def run_serve(cfg: ConfigDict, args: argparse.Namespace) -> None:
+    import uvicorn
+
+    server, loop = build_server(cfg, args)
+    print(f"serving '{server.settings.model}' at http://{args.host}:{args.port}/v1", flush=True)
+    config = uvicorn.Config(
+        server.app,
+        host=args.host,
+        port=args.port,
+        log_level="warning",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(args.drain),
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    try:
+        uvicorn.Server(config).run()
+    finally:
+        whole = loop.drain(args.drain)
+        print("drained" if whole else "stopped with open requests", flush=True)

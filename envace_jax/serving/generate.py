@@ -1,0 +1,110 @@
+"""One generation on the engine loop, seen from asyncio: whole, or as a stream of what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from envace_jax.sampling.engine import Request, SamplingParams
+from envace_jax.serving.loop import EngineLoop, Progress
+from envace_jax.serving.protocol import BadRequest, Sampling
+from envace_jax.serving.stream import cut_at_stop
+
+_serial = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """A finished output: text without the turn end and cut at a stop string, its ids and log-probabilities."""
+
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+
+
+class Generator:
+    """Turns prompt ids and sampling fields into engine requests; shared by all routes."""
+
+    def __init__(self, loop: EngineLoop, tokenizer: Any, stop_ids: Sequence[int], max_length: int, max_new: int):
+        self.loop, self.tokenizer, self.stop_ids = loop, tokenizer, tuple(stop_ids)
+        self.max_length, self.max_new = max_length, max_new
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """How many tokens may be generated; a prompt that leaves no room raises `BadRequest` with both sizes."""
+        room = self.max_length - len(prompt)
+        if not prompt or room < 1:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens; this server holds {self.max_length} with the answer",
+                "messages",
+                code="context_length_exceeded",
+            )
+        return min(room, sampling.max_tokens or self.max_new)
+
+    def request(self, prompt: Sequence[int], sampling: Sampling, choice: int, affinity: Any = None) -> Request:
+        # A seed makes an answer repeatable: its key names the seed and the choice and nothing else.
+        seed = (1, sampling.seed) if sampling.seed is not None else (0, secrets.randbits(31), next(_serial))
+        params = SamplingParams(
+            float(sampling.temperature),
+            float(sampling.top_p),
+            sampling.top_k,
+            self.check(prompt, sampling),
+            self.stop_ids,
+        )
+        return Request(tuple(prompt), params, (*seed, choice), affinity)
+
+    def finished(self, progress: Progress, stops: Sequence[str]) -> Generated:
+        ids, logprobs = progress.ids, progress.logprobs
+        visible = ids[:-1] if progress.finish == "stop" and ids and ids[-1] in self.stop_ids else ids
+        text, stopped = cut_at_stop(self.tokenizer.decode(visible), stops)
+        finish = "stop" if stopped else progress.finish or "stop"
+        return Generated(text, visible, logprobs[: len(visible)], finish)
+
+    async def stream(
+        self, prompt: Sequence[int], sampling: Sampling, choice: int, *, partial: bool, affinity: Any = None
+    ) -> AsyncGenerator[tuple[Generated, bool], None]:
+        """(what there is so far, whether it is all), at least once. Leaving the iterator frees the row.
+
+        Without `partial` only the end is reported, unless stop strings make it necessary to look earlier.
+        """
+        here = asyncio.get_running_loop()
+        news: asyncio.Queue[Progress] = asyncio.Queue()
+        partial = partial or bool(sampling.stop)
+        ticket = self.loop.submit(
+            self.request(prompt, sampling, choice, affinity),
+            lambda p: here.call_soon_threadsafe(news.put_nowait, p),
+            stream=partial,
+        )
+        done = False
+        try:
+            while not done:
+                progress = await news.get()
+                while progress.finish is None and not news.empty():  # a slow reader gets the newest state only
+                    progress = news.get_nowait()
+                if progress.error is not None:
+                    raise BadRequest(progress.error, status=503 if progress.finish == "error" else 400)
+                if progress.finish == "nan":
+                    raise BadRequest("the model produced NaN for this request", status=500)
+                output = self.finished(progress, sampling.stop)
+                done = progress.finish is not None
+                stopped = not done and output.finish == "stop" and bool(sampling.stop)
+                yield output, done or stopped
+                if stopped:
+                    return
+        finally:
+            if not done:
+                self.loop.cancel(ticket)
+
+    async def whole(self, prompt: Sequence[int], sampling: Sampling, choice: int, affinity: Any = None) -> Generated:
+        """Waits for the end; cancelled with its caller."""
+        results = self.stream(prompt, sampling, choice, partial=False, affinity=affinity)
+        async with contextlib.aclosing(results):
+            async for output, done in results:
+                if done:
+                    return output
+        raise BadRequest("the request ended without an answer", status=500)
