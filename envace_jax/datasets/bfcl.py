@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
-from envace_jax.datasets.records import ChecklistItem, Task
+from envace_jax.datasets.records import ChecklistItem, Task, spread
 from envace_jax.text.tool_schema import check_call
 from envace_jax.text.transcript import Message, ToolCall, canonical_json
 
@@ -36,31 +36,42 @@ NEW_FUNCTIONS = "I have updated some more functions you can choose from. What ab
 STATELESS = "MathAPI"
 # Integers beyond this in an exponent, precision or number of places would let one call run for hours.
 MATH_LIMIT = 1000
-# They change the public state too, but in no recorded call.
-_UNRECORDED_WRITES = ("follow_user", "unfollow_user", "logout", "trading_login", "releaseBrakePedal")
+# Functions that change the public state, which is what BFCL compares (a change of folder is not part of it).
+WRITES = frozenset(
+    (
+        "activateParkingBrake add_contact add_to_watchlist authenticate_travel authenticate_twitter "
+        "book_flight cancel_booking cancel_order close_ticket comment cp create_ticket delete_message echo "
+        "edit_ticket fillFuelTank fund_account follow_user lockDoors logout mention message_login mkdir mv "
+        "place_order post_tweet pressBrakePedal purchase_insurance register_credit_card releaseBrakePedal "
+        "remove_stock_from_watchlist resolve_ticket retweet rm rmdir send_message setCruiseControl "
+        "setHeadlights set_budget_limit set_navigation startEngine ticket_login touch trading_login "
+        "trading_logout unfollow_user withdraw_funds"
+    ).split()
+)
 _MATH_LIMITED = ("exponent", "precision", "decimal_places")
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
 
 
-def load_bfcl(variants: Sequence[str] = VARIANTS, split: str | None = None) -> list[Task]:
+def load_bfcl(variants: Sequence[str] = VARIANTS, split: str | None = None, limit: int = 0) -> list[Task]:
     """Tasks of the named variants, in order of variant and scenario number.
 
     Args:
         variants: any of `VARIANTS`.
         split: ``"train"``, ``"heldout"``, or None for both.
+        limit: at most so many, evenly over all of them; 0: all.
 
     Raises:
         UserError: the package is missing, or a variant is unknown.
     """
-    tasks = []
+    chosen = []
     for variant in variants:
         if variant not in VARIANTS:
             raise UserError(f"BFCL variant {variant!r}: expected one of {', '.join(VARIANTS)}")
-        gold = {row["id"]: row["ground_truth"] for row in _rows(f"possible_answer/BFCL_v4_multi_turn_{variant}.json")}
-        for entry in _rows(f"BFCL_v4_multi_turn_{variant}.json"):
-            if split in (None, split_of(entry["id"])):
-                tasks.append(task_from_entry(entry, gold[entry["id"]], variant))
-    return tasks
+        answers = _rows(f"possible_answer/BFCL_v4_multi_turn_{variant}.json")
+        gold = {row["id"]: row["ground_truth"] for row in answers}
+        entries = _rows(f"BFCL_v4_multi_turn_{variant}.json")
+        chosen += [(e, gold[e["id"]], variant) for e in entries if split in (None, split_of(e["id"]))]
+    return [task_from_entry(*item) for item in spread(chosen, limit)]
 
 
 def split_of(entry_id: str) -> str:
@@ -113,10 +124,9 @@ def task_from_entry(entry: dict[str, Any], gold: list[list[str]], variant: str) 
             messages.append(Message("tool", canonical_json(value)))
             if not (isinstance(value, dict) and "error" in value):
                 accepted.append(call)
-        writes = write_tools()
-        effects += [{"name": c.name, "arguments": c.arguments} for c in accepted if c.name in writes]
+        effects += [{"name": c.name, "arguments": c.arguments} for c in accepted if c.name in WRITES]
         messages.append(Message("assistant", _closing(calls, number, entry, late)))
-        turns.append(_items(calls, accepted, list(effects), sorted(writes & set(docs)), list(docs)))
+        turns.append(_items(calls, accepted, list(effects), sorted(WRITES & set(docs)), list(docs)))
     return Task(f"bfcl-{entry['id']}", SOURCE, tuple(messages), tools, (tuple(turns),), meta)
 
 
@@ -236,27 +246,6 @@ def bfcl_check(task: Task, calls_by_turn: Sequence[Sequence[ToolCall]]) -> tuple
 def bfcl_success(task: Task, calls_by_turn: Sequence[Sequence[ToolCall]]) -> bool:
     """`bfcl_check` without the reason."""
     return bfcl_check(task, calls_by_turn)[0]
-
-
-@functools.cache
-def write_tools() -> frozenset[str]:
-    """Names of the functions that change the public state when the recorded calls are replayed, and a few more."""
-    found = set(_UNRECORDED_WRITES)
-    gold = {row["id"]: row["ground_truth"] for row in _rows("possible_answer/BFCL_v4_multi_turn_base.json")}
-    for entry in _rows("BFCL_v4_multi_turn_base.json"):
-        docs = {doc["name"]: doc for name in entry["involved_classes"] for doc in _docs(name)}
-        meta = {"classes": entry["involved_classes"], "initial_state": entry["initial_config"], "long_context": False}
-        environment = BfclEnvironment()
-        environment.load(meta, tuple(docs))
-        before = environment.state_hash()
-        for text in (text for turn in gold[entry["id"]] for text in turn):
-            call = parse_call(text, docs)
-            environment.step(call.name, call.arguments)
-            after = environment.state_hash()
-            if after != before:
-                found.add(call.name)
-            before = after
-    return frozenset(found)
 
 
 # --- reading the package ---

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.datasets.parquet import parquet_records
 from envace_jax.datasets.records import ChecklistItem, RecordedCall, Task
+from envace_jax.rewards.verifiers import check_rule
 from envace_jax.text.tool_schema import TOOL_NOT_AVAILABLE, check_call, check_tools
 from envace_jax.text.transcript import Message, ToolCall, canonical_json, clean_text
 
@@ -174,7 +176,8 @@ def iter_records(path: str | Path) -> Iterator[tuple[str, Any]]:
         for number, record in enumerate(records):
             yield f"{path}: record {number}", record
     elif path.suffix == ".parquet":
-        yield from _parquet_records(path)
+        for number, record in enumerate(parquet_records(path)):
+            yield f"{path}: record {number}", record
     else:
         raise UserError(f"{path}: expected a .json, .jsonl or .parquet file")
 
@@ -430,8 +433,11 @@ def _item(r: _Record, value: Any, path: str, n_turns: int) -> ChecklistItem:
     extra = r.obj(r.json(extra, f"{path}.extra_info") if isinstance(extra, str) else extra, f"{path}.extra_info")
     rule = extra.get("rule")
     rule = r.json(rule, f"{path}.extra_info.rule") if isinstance(rule, str) else rule
-    if rule is not None and not isinstance(r.obj(rule, f"{path}.extra_info.rule").get("kind"), str):
-        raise r.fail(f"{path}.extra_info.rule.kind", "expected the name of a rule kind")
+    if rule:
+        try:
+            check_rule(r.obj(rule, f"{path}.extra_info.rule"), where="")
+        except UserError as error:
+            raise r.fail(f"{path}.extra_info.rule", str(error).removeprefix(": ")) from None
     return ChecklistItem(
         id=r.text(value.get("id"), f"{path}.id"),
         question=r.text(value.get("question"), f"{path}.question"),
@@ -489,46 +495,6 @@ def _item_record(item: ChecklistItem) -> dict[str, Any]:
         "weight": item.weight,
         "extra_info": {"rule": item.rule} if item.rule is not None else {},
     }
-
-
-def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is not parquet ({_short(error)})") from None
-    number = 0
-    for batch in table.iter_batches(batch_size=64):
-        for record in batch.to_pylist():
-            yield f"{path}: record {number}", _without_union(record)
-            number += 1
-
-
-def _without_union(record: dict[str, Any]) -> dict[str, Any]:
-    """Parquet gives all structs of a column the union of their keys: take the null ones out of the tools."""
-    out = dict(record)
-    if isinstance(out.get("tools"), list):
-        out["tools"] = [_prune(tool) for tool in out["tools"]]
-    return out
-
-
-def _prune(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_prune(v) for v in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {}
-    for key, sub in value.items():
-        if sub is not None:
-            kept[key] = _prune(sub)
-        elif key in ("parameters", "properties"):
-            kept[key] = {}
-    # A required property whose schema was {} is null like an absent one: the name tells them apart.
-    if isinstance(kept.get("properties"), dict):
-        for name in kept.get("required") or ():
-            kept["properties"].setdefault(name, {})
-    return kept
 
 
 def _get(value: Any, *keys: str) -> Any:

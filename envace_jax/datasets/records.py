@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from envace_jax.text.transcript import Message, ToolCall
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,10 @@ class Task:
                 index = count - len(pending) - 1
                 calls.append(RecordedCall(call.name, call.arguments, message.content, turn, step, index))
         return tuple(calls)
+
+
+def spread(items: Sequence[Item], limit: int) -> list[Item]:
+    """At most ``limit`` items (0: all), evenly over the list: the order of a source runs through its domains."""
+    if not limit or limit >= len(items):
+        return list(items)
+    return [items[k * len(items) // limit] for k in range(limit)]

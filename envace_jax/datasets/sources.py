@@ -11,7 +11,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.cm2 import BadRecords, read_tasks
-from envace_jax.datasets.records import Task
+from envace_jax.datasets.records import Task, spread
 
 SPLITS = ("train", "heldout")
 # A CM2 file without splits of its own holds out its first records, as its authors do.
@@ -80,16 +80,16 @@ def _load(name: str, data: Any, limits: dict[str, int]) -> tuple[list[Task], lis
     if name == "bfcl":
         from envace_jax.datasets.bfcl import load_bfcl
 
-        train, heldout = (load_bfcl(split=split) for split in SPLITS)
+        train, heldout = (load_bfcl(split=split, limit=limits[split]) for split in SPLITS)
     elif name == "tau2":
         from envace_jax.datasets.tau2 import load_tau2
 
-        train, heldout = (load_tau2(split=split) for split in SPLITS)
+        train, heldout = (load_tau2(split=split, limit=limits[split]) for split in SPLITS)
     elif name == "cm2":
-        train, heldout = _load_cm2(data)
+        train, heldout = (spread(t, limits[split]) for t, split in zip(_load_cm2(data), SPLITS))
     else:
         raise UserError(f"data.source: expected quickstart, cm2, bfcl or tau2, found {name!r}")
-    return _spread(train, limits["train"]), _spread(heldout, limits["heldout"])
+    return train, heldout
 
 
 def _load_cm2(data: Any) -> tuple[list[Task], list[Task]]:
@@ -118,13 +118,6 @@ def _shares(limit: int, parts: int) -> list[int]:
     if not limit:
         return [0] * parts
     return [max(1, limit // parts + (k < limit % parts)) for k in range(parts)]
-
-
-def _spread(tasks: Sequence[Task], limit: int) -> list[Task]:
-    """At most ``limit`` tasks, evenly over the list: a source's order runs through its domains."""
-    if not limit or limit >= len(tasks):
-        return list(tasks)
-    return [tasks[k * len(tasks) // limit] for k in range(limit)]
 
 
 def _scenario(task: Task) -> tuple[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
-from envace_jax.datasets.records import ChecklistItem, Task
+from envace_jax.datasets.records import ChecklistItem, Task, spread
 from envace_jax.text.transcript import Message, ToolCall, canonical_json
 
 DOMAINS = ("airline", "retail")
@@ -50,17 +50,18 @@ NOT_CHECKED, NAME_ONLY = "calculate", "transfer_to_human_agents"
 READ_SHARE = 0.25
 
 
-def load_tau2(domains: Sequence[str] = DOMAINS, split: str | None = None) -> list[Task]:
+def load_tau2(domains: Sequence[str] = DOMAINS, split: str | None = None, limit: int = 0) -> list[Task]:
     """Tasks of the named domains in the benchmark's order.
 
     Args:
         domains: any of `DOMAINS`.
         split: ``"train"``, ``"heldout"`` (the benchmark's own train and test lists), or None for both.
+        limit: at most so many, evenly over all of them; 0: all.
 
     Raises:
         UserError: a package is missing, or a domain is unknown.
     """
-    tasks = []
+    chosen = []
     for domain in domains:
         if domain not in DOMAINS:
             raise UserError(f"tau2 domain {domain!r}: expected one of {', '.join(DOMAINS)}")
@@ -68,8 +69,8 @@ def load_tau2(domains: Sequence[str] = DOMAINS, split: str | None = None) -> lis
         for entry in _file(domain, "tasks.json"):
             part = "heldout" if entry["id"] in held_out else "train"
             if split in (None, part):
-                tasks.append(task_from_entry(entry, domain, part))
-    return tasks
+                chosen.append((entry, domain, part))
+    return [task_from_entry(*item) for item in spread(chosen, limit)]
 
 
 def task_from_entry(entry: dict[str, Any], domain: str, split: str) -> Task:
