@@ -2,8 +2,8 @@
 
 The loss of one prediction is -min(r A, clip(r, 1 - low, 1 + high) A) * c + beta * k3 - eta * entropy, with
 r = exp(log pi - log old), c = min(exp(old - sampler), cap) the optional correction for what the sampler computed
-otherwise, and k3 the low-variance estimate of the KL divergence to a reference.  Sums over predictions are returned, never means: the
-caller divides once, by a denominator that covers the whole batch.
+otherwise, and k3 the low-variance estimate of the KL divergence to a reference.  Sums over predictions are
+returned, never means: the caller divides once, by a denominator that covers the whole batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class LossConfig:
     correction from sampler to learner (0: off).  own_old: old log-probabilities are this pass's own, gradient
     stopped (a batch gets one update); else they come with the batch.  dual_clip: for negative advantages the term
     is at most dual_clip * |A| (0: off).  entropy_coef: weight of an entropy bonus.  chunk_tokens: predictions whose
-    logits exist at one time, on all devices together.  supervised: cross-entropy on the targets instead of the policy loss.
+    logits exist at one time, on all devices together.  supervised: cross-entropy on the targets instead of the
+    policy loss.
     """
 
     temperature: float = 1.0
@@ -157,9 +158,7 @@ def policy_loss(
     per_token = -jnp.minimum(ratio * advantages, clipped * advantages)
     binds = clipped * advantages < ratio * advantages
     if config.dual_clip > 0:
-        per_token = jnp.where(
-            advantages < 0, jnp.minimum(per_token, -config.dual_clip * advantages), per_token
-        )
+        per_token = jnp.where(advantages < 0, jnp.minimum(per_token, -config.dual_clip * advantages), per_token)
     drift = jnp.where(mask, jax.lax.stop_gradient(old) - batch["sampler_logprobs"], 0.0)
     if config.importance_cap > 0:
         per_token *= jnp.minimum(jnp.exp(drift), config.importance_cap)

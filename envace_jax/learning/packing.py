@@ -40,15 +40,11 @@ class TrainRow:
 
     def __post_init__(self) -> None:
         if len(self.ids) < 2 or self.sampled[0]:
-            raise ValueError(
-                "a training row needs at least two ids and starts with context, not with a sampled id"
-            )
+            raise ValueError("a training row needs at least two ids and starts with context, not with a sampled id")
         if self.output is None:
             # Without the ledger's word, a run of sampled ids is one output.
             starts = self.sampled & ~np.concatenate([[False], self.sampled[:-1]])
-            object.__setattr__(
-                self, "output", np.where(self.sampled, np.cumsum(starts) - 1, -1).astype(np.int32)
-            )
+            object.__setattr__(self, "output", np.where(self.sampled, np.cumsum(starts) - 1, -1).astype(np.int32))
         if self.copies is None:
             object.__setattr__(self, "copies", np.ones(len(self.ids), np.int32))
 
@@ -69,9 +65,7 @@ def train_rows(
         span = slice(segment.start, segment.start + len(segment.ids))
         row = trajectory.rows[segment.row]
         if tuple(row.ids[span]) != tuple(segment.ids) or not all(row.sampled[span]):
-            raise ValueError(
-                f"task {trajectory.task_id}: output {segment.index} is not what row {segment.row} holds"
-            )
+            raise ValueError(f"task {trajectory.task_id}: output {segment.index} is not what row {segment.row} holds")
         outputs[segment.row][span] = k
         if extra_copies is not None:
             copies[segment.row][span] += extra_copies[k]
@@ -120,9 +114,7 @@ def loss_denominator(rows: Sequence[TrainRow], normaliser: str, constant: float 
     """
     if normaliser == "constant":
         if constant <= 0:
-            raise ValueError(
-                "normaliser 'constant' needs a constant above 0 (such as the output limit in tokens)"
-            )
+            raise ValueError("normaliser 'constant' needs a constant above 0 (such as the output limit in tokens)")
         outputs = sum(
             int(row.copies[row.output == k].max())
             for row in rows
@@ -185,11 +177,7 @@ class Batch:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that go to the device, by name."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "packed"
-        }
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "packed"}
 
 
 def pack_rows(
@@ -206,9 +194,7 @@ def pack_rows(
         name: np.zeros((n, row_tokens), np.int32)
         for name in ("tokens", "positions", "segment_ids", "target_index", "targets", "output")
     }
-    floats = {
-        name: np.zeros((n, row_tokens), np.float32) for name in ("weights", "advantages", "sampler_logprobs")
-    }
+    floats = {name: np.zeros((n, row_tokens), np.float32) for name in ("weights", "advantages", "sampler_logprobs")}
     mask = np.zeros((n, row_tokens), bool)
     role = np.zeros((n, row_tokens), np.int8)
     for b, members in enumerate(bins):
@@ -241,9 +227,7 @@ def needs_gradient(row: TrainRow) -> bool:
     return bool((row.advantages[row.sampled] != 0).any())
 
 
-def microbatches(
-    batch: Batch, rows_per_microbatch: int, capacity: int
-) -> tuple[dict[str, np.ndarray], int, int]:
+def microbatches(batch: Batch, rows_per_microbatch: int, capacity: int) -> tuple[dict[str, np.ndarray], int, int]:
     """Batch rows as [capacity, rows_per_microbatch, T] arrays, how many microbatches are real, and the capacity.
 
     The device program loops over the real ones, so the capacity fixes its shape without costing work; when the

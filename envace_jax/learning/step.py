@@ -63,9 +63,7 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         if self.lr_schedule not in SCHEDULES:
-            raise UserError(
-                f"learning.lr_schedule='{self.lr_schedule}' is unknown; expected one of {SCHEDULES}"
-            )
+            raise UserError(f"learning.lr_schedule='{self.lr_schedule}' is unknown; expected one of {SCHEDULES}")
         if self.lr_schedule == "cosine" and self.total_steps <= 0:
             raise UserError("learning.lr_schedule='cosine' needs the number of steps to be known")
 
@@ -84,9 +82,7 @@ class UpdateConfig:
         return rate
 
     def optimizer(self) -> optax.GradientTransformation:
-        return optax.adamw(
-            self.schedule(), b1=self.beta1, b2=self.beta2, eps=1e-8, weight_decay=self.weight_decay
-        )
+        return optax.adamw(self.schedule(), b1=self.beta1, b2=self.beta2, eps=1e-8, weight_decay=self.weight_decay)
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -98,9 +94,7 @@ def batch_logprobs(
     params: Params, spec: Qwen3Spec, batch: dict[str, jax.Array], options: ForwardOptions, loss: LossConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, S] of a microbatch's predictions."""
-    hidden_BxTxD = forward(
-        params, spec, batch["tokens"], batch["positions"], batch["segment_ids"], options=options
-    )
+    hidden_BxTxD = forward(params, spec, batch["tokens"], batch["positions"], batch["segment_ids"], options=options)
     return token_logprobs(
         gather_predictions(hidden_BxTxD, batch["target_index"]),
         batch["targets"],
@@ -122,9 +116,7 @@ class Update:
     The state is a pytree {"params", "opt_state", "step"}; `update` takes it over (its buffers are donated).
     """
 
-    def __init__(
-        self, spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()
-    ):
+    def __init__(self, spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()):
         self.spec, self.config, self.mesh, self.rules = spec, config, mesh, rules
         self.options = ForwardOptions(dtype=jnp.dtype(config.compute_dtype), remat=config.remat, rules=rules)
         self.optimizer = config.optimizer()
@@ -335,18 +327,14 @@ class Update:
             return self._copy(params)
 
 
-def make_update(
-    spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()
-) -> Update:
+def make_update(spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()) -> Update:
     """The programs for one model and configuration; `Update.compile` compiles them."""
     return Update(spec, config, mesh, rules)
 
 
 def make_compute_copy(params: Params, dtype: Any, shardings: Any = None) -> Params:
     """A copy of the parameters in the compute dtype, in the given layout (None: as they lie)."""
-    return jax.jit(lambda p: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), p), out_shardings=shardings)(
-        params
-    )
+    return jax.jit(lambda p: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), p), out_shardings=shardings)(params)
 
 
 def host_metrics(metrics: dict[str, Any]) -> dict[str, float]:

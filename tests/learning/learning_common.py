@@ -65,9 +65,7 @@ def random_row(
     return TrainRow(
         ids=rng.integers(0, vocab, length).astype(np.int32),
         sampled=sampled,
-        sampler_logprobs=np.where(sampled, -np.log(vocab) + 0.01 * rng.normal(size=length), 0).astype(
-            np.float32
-        ),
+        sampler_logprobs=np.where(sampled, -np.log(vocab) + 0.01 * rng.normal(size=length), 0).astype(np.float32),
         advantages=np.where(sampled, value, 0).astype(np.float32),
         role=np.full(length, ROLE_CODES[role], np.int8),
     )

@@ -63,9 +63,7 @@ def test_chunked_gradients():
 def test_memory_is_a_chunk_of_logits():
     """The naive form holds logits and their gradient for every position, the chunked one for one chunk."""
     b, s, d, v = 4, 128, 16, 4096
-    shapes = [
-        jax.ShapeDtypeStruct(x, t) for x, t in (((b, s, d), "float32"), ((b, s), "int32"), ((b, s), "bool"))
-    ]
+    shapes = [jax.ShapeDtypeStruct(x, t) for x, t in (((b, s, d), "float32"), ((b, s), "int32"), ((b, s), "bool"))]
     head = jax.ShapeDtypeStruct((d, v), "float32")
 
     def chunked(hidden, head, targets, mask):
@@ -170,10 +168,7 @@ def test_numbers_off_the_mask_do_not_matter():
     logp, batch = batch_of(4)
     config = LossConfig(own_old=False, kl_coef=0.1, importance_cap=2.0)
     want = policy_loss(jnp.asarray(logp), jnp.zeros_like(logp), batch, config)
-    noisy = {
-        k: np.where(batch["mask"], v, v.dtype.type(7)) if k.endswith("logprobs") else v
-        for k, v in batch.items()
-    }
+    noisy = {k: np.where(batch["mask"], v, v.dtype.type(7)) if k.endswith("logprobs") else v for k, v in batch.items()}
     got = policy_loss(jnp.where(batch["mask"], logp, -3.0), jnp.zeros_like(logp), noisy, config)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 

@@ -74,9 +74,7 @@ def test_ids_decide_nothing():
     """Pad id, turn end and any other id may be equal: the arrays but tokens and targets do not change."""
     rows = random_rows(3, 9)
     zeros = [
-        TrainRow(
-            np.zeros_like(r.ids), r.sampled, r.sampler_logprobs, r.advantages, r.role, r.output, r.copies
-        )
+        TrainRow(np.zeros_like(r.ids), r.sampled, r.sampler_logprobs, r.advantages, r.role, r.output, r.copies)
         for r in rows
     ]
     a, b = pack_rows(rows, 64).arrays(), pack_rows(zeros, 64).arrays()

@@ -1,0 +1,266 @@
+"""Checkpoints: written by Orbax in the background, verified by a digest manifest of our own.
+
+Orbax makes a save atomic but holds no checksum that is checked when data is read.  So when a save has been committed,
+every file of it is hashed and the digests are written beside it (`step_00000050.sha256`, made whole by a rename); a
+step counts only with its manifest, and only while every file still has its digest.  Restore takes the newest such
+step, and says which newer ones it passed over and why.  Older steps go when a newer one is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from envace_jax.config import UserError
+
+_log = logging.getLogger(__name__)
+_STEP = re.compile(r"step_(\d{8,})$")
+MANIFEST_HEAD = "envace_jax checkpoint digests, sha256"
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tree_digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file below a folder, by its relative path."""
+    return {
+        path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def write_manifest(folder: Path, manifest: Path) -> None:
+    """Hashes a folder's files and writes the digests, atomically and durably."""
+    lines = [MANIFEST_HEAD, *(f"{digest}  {name}" for name, digest in tree_digests(folder).items())]
+    body = "\n".join(lines)
+    text = f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n"
+    temporary = manifest.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, manifest)
+    _sync_folder(manifest.parent)
+
+
+def manifest_problem(folder: Path, manifest: Path) -> str | None:
+    """What is wrong with a folder by its manifest: one line, or None when every file is as it was written."""
+    try:
+        data = manifest.read_bytes()
+    except FileNotFoundError:
+        return "its manifest is missing (the save was not finished)"
+    except OSError as error:
+        return f"its manifest cannot be read ({error})"
+    head, _, last = data.removesuffix(b"\n").rpartition(b"\n")
+    # The bytes are compared whole: a flip anywhere in the manifest shows, in its line ends too.
+    if data != head + b"\n" + hashlib.sha256(head).hexdigest().encode() + b"\n" or not last:
+        return "its manifest is damaged"
+    lines = head.decode().split("\n")
+    if lines[0] != MANIFEST_HEAD:
+        return "its manifest has an unknown form"
+    expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines[1:])}
+    try:
+        found = tree_digests(folder)
+    except OSError as error:
+        return f"a file cannot be read ({error})"
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            return f"file {name} is missing"
+        if name not in expected:
+            return f"file {name} does not belong to it"
+        if found[name] != expected[name]:
+            return f"file {name} is damaged (its sha256 has changed)"
+    return None
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder.
+
+    `save` returns when the arrays have been copied from the devices; writing, committing, hashing and the removal of
+    older steps go on in the background, one save at a time.  An error there is raised by the next `save` or `wait`.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3, say: Callable[[str], None] = _log.warning):
+        self.folder = Path(folder).absolute()
+        self.keep = max(1, keep)
+        self.say = say
+        self._main = jax.process_index() == 0
+        self._saver: ocp.AsyncCheckpointer | None = None
+        self._after: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    # Saving
+
+    def _checkpointer(self) -> ocp.AsyncCheckpointer:
+        if self._saver is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._saver = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler("state", "meta"))
+        return self._saver
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Begins to save a step: `state` a pytree of arrays, `meta` JSON data.  A step that is whole is left alone."""
+        self.wait()
+        if self.problem(step) is None:
+            return
+        path = self._path(step)
+        if self._main and path.exists():
+            shutil.rmtree(path)  # left without a manifest by a killed process
+        saver = self._checkpointer()
+        saver.save(path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)))
+        self._after = threading.Thread(target=self._finish, args=(step, saver), name="checkpoint", daemon=False)
+        self._after.start()
+
+    def _finish(self, step: int, saver: ocp.AsyncCheckpointer) -> None:
+        try:
+            saver.wait_until_finished()
+            if self._main:
+                write_manifest(self._path(step), self._manifest(step))
+                self._drop_old()
+        except BaseException as error:  # handed to the thread that saves next
+            self._failed = error
+
+    def wait(self) -> None:
+        """Waits for the save under way; raises `UserError` with its cause when it failed."""
+        if self._after is not None:
+            self._after.join()
+            self._after = None
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            whole = self.latest()
+            kept = f"the last whole checkpoint is step {whole}" if whole is not None else "there is no whole checkpoint"
+            raise UserError(f"{self.folder}: the checkpoint could not be written ({error}); {kept}") from error
+
+    def close(self) -> None:
+        self.wait()
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def _drop_old(self) -> None:
+        """Removes what lies behind the newest `keep` steps: the manifest first, so that a half-removed step is none."""
+        finished = [step for step in self._steps() if self._manifest(step).exists()]
+        for step in finished[: -self.keep]:
+            self._manifest(step).unlink(missing_ok=True)
+            shutil.rmtree(self._path(step), ignore_errors=True)
+
+    # Finding
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def _manifest(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}.sha256"
+
+    def _steps(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        found = (_STEP.match(path.name) for path in self.folder.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def problem(self, step: int) -> str | None:
+        """Why a step cannot be used, or None when it is whole."""
+        if not self._path(step).is_dir():
+            return "there is no such step"
+        return manifest_problem(self._path(step), self._manifest(step))
+
+    def latest(self) -> int | None:
+        """The newest whole step; says which newer ones are not whole."""
+        for step in reversed(self._steps()):
+            problem = self.problem(step)
+            if problem is None:
+                return step
+            self.say(f"checkpoint {self._path(step)} is not used: {problem}")
+        return None
+
+    def clean_up(self) -> None:
+        """Makes the newest whole step the newest of all: unfinished saves go, damaged ones are set aside by name."""
+        if not (self._main and self.folder.is_dir()):
+            return
+        newest = self.latest()
+        for path in list(self.folder.iterdir()):
+            name, _, rest = path.name.partition(".")
+            match = _STEP.match(name)
+            if not match:
+                continue
+            step = int(match.group(1))
+            if path.is_dir() and (rest or not self._manifest(step).exists()):
+                shutil.rmtree(path)  # Orbax's temporary folder, or a save without its manifest
+            elif rest and rest != "sha256":
+                path.unlink()
+            elif newest is None or step > newest:
+                aside = path.with_name(f"damaged_{path.name}")
+                if aside.is_dir():
+                    shutil.rmtree(aside)
+                path.replace(aside)
+
+    # Restoring
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """The JSON data of a whole step."""
+        if (problem := self.problem(step)) is not None:
+            raise UserError(f"checkpoint {self._path(step)}: {problem}")
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler("meta")) as reader:
+            return dict(reader.restore(self._path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
+
+    def restore(self, step: int, like: Any, *, partial: bool = False) -> Any:
+        """The arrays of a whole step, in the shapes, dtypes and layouts of `like` (arrays or ShapeDtypeStructs).
+
+        partial: `like` may name a part of what was saved (the parameters without the optimizer).  Raises `UserError`
+        when the step is not whole or does not hold what `like` asks for.
+        """
+        if (problem := self.problem(step)) is not None:
+            raise UserError(f"checkpoint {self._path(step)}: {problem}")
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        arguments = ocp.checkpoint_utils.construct_restore_args(like)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler("state")) as reader:
+            try:
+                restored = reader.restore(
+                    self._path(step),
+                    args=ocp.args.Composite(
+                        state=ocp.args.PyTreeRestore(item=like, restore_args=arguments, partial_restore=partial)
+                    ),
+                )["state"]
+            except (ValueError, KeyError) as error:
+                raise UserError(
+                    f"checkpoint {self._path(step)} was made by a run of another shape ({_first_line(error)}): give "
+                    "the run its old model and learning.arm back, or start a new run_dir"
+                ) from error
+        wrong = [
+            jax.tree_util.keystr(path)
+            for (path, want), got in zip(jax.tree_util.tree_leaves_with_path(like), jax.tree.leaves(restored))
+            if want.shape != got.shape or want.dtype != got.dtype
+        ]
+        if wrong:
+            raise UserError(f"checkpoint {self._path(step)}: {wrong[0]} has another shape or dtype than this run's")
+        return restored
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def save_meta_json(path: Path, value: Any) -> None:
+    """Writes a small JSON file atomically."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1, sort_keys=True))
+    os.replace(temporary, path)
