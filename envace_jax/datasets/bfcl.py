@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import json
-import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ VARIANTS = ("base", "miss_func", "miss_param", "long_context")
 # Scenario numbers are shared by the four variants, and a split takes all four of a number or none. Every fourth
 # number is held out: the numbers run through the domains, so each domain is held out in the same proportion.
 HELD_OUT_EVERY = 4
-NEW_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 STATELESS = "MathAPI"
 # Integers beyond this in an exponent, precision or number of places would let one call run for hours.
 MATH_LIMIT = 1000
@@ -115,7 +114,7 @@ def task_from_entry(entry: dict[str, Any], gold: list[list[str]], variant: str) 
         offered = [_tool(docs[name]) for name in late.get(number, ())]
         said = "\n\n".join(message["content"] for message in entry["question"][number])
         if offered:
-            said = "\n\n".join(filter(None, [canonical_json(offered), NEW_FUNCTIONS, said]))
+            said = "\n\n".join(filter(None, [canonical_json(offered), _offer(), said]))
         messages.append(Message("user", said))
         accepted = []
         for k, call in enumerate(calls):
@@ -262,6 +261,13 @@ def _rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (_data_dir() / name).read_text(encoding="utf-8").splitlines() if line]
 
 
+def _offer() -> str:
+    """What BFCL's user says when a function that was withheld becomes available."""
+    from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
+
+    return DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
+
+
 @functools.cache
 def _docs(class_name: str) -> tuple[dict[str, Any], ...]:
     from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING
@@ -291,10 +297,10 @@ def _tool(doc: dict[str, Any]) -> dict[str, Any]:
 
 def _fitting(doc: dict[str, Any], calls_by_turn: list[list[ToolCall]]) -> dict[str, Any]:
     """The document of a function, less the type of a parameter that a reference call contradicts (one does)."""
-    doc = copy.deepcopy(doc)
     for call in (call for calls in calls_by_turn for call in calls if call.name == doc["name"]):
         error = check_call(call, [_tool(doc)])
         if error is not None:
+            doc = copy.deepcopy(doc)
             doc["parameters"]["properties"][error.path.removeprefix("/")].pop("type", None)
     return doc
 
@@ -334,10 +340,12 @@ def _failure(message: str) -> tuple[dict[str, str], str]:
 
 
 def _math_problem(arguments: dict[str, Any]) -> str | None:
-    for name in _MATH_LIMITED:
-        value = arguments.get(name, 0)
-        if isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) <= MATH_LIMIT):
-            return f"{name} must lie between -{MATH_LIMIT} and {MATH_LIMIT}"
+    """Why a calculation is refused beforehand: Python's integers have no bounds, a power of them no end."""
+    for name, value in arguments.items():
+        limit = MATH_LIMIT if name in _MATH_LIMITED else sys.float_info.max
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not abs(number) <= limit:
+                return f"{name} must lie between -{limit:g} and {limit:g}"
     return None
 
 
