@@ -501,8 +501,10 @@ def _from_json_file(file: Path, form: str | None) -> Iterator[TraceEpisode]:
 
 
 def _by_form(record: Any, where: str, form: str | None) -> Iterator[TraceEpisode]:
+    keys = set(record) if isinstance(record, dict) else set()
+    if {"current_prompt", "system_str"} <= keys:
+        raise BadTrace(f"{where}: AgentWorldBench rows are for evaluation, never for building or training")
     if form is None:
-        keys = set(record) if isinstance(record, dict) else set()
         if "events" in keys:
             form = "canonical"
         elif "inference_log" in keys:

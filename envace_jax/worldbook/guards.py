@@ -245,47 +245,53 @@ def _decided(value: Any) -> bool:
     return _exists(value) is not None
 
 
-def novelty_conditions(columns: Sequence[Column], members: Sequence[int]) -> list[Any]:
-    """Conditions that keep a default branch to what was seen there.
+def novelty_conditions(columns: Sequence[Column], members: Sequence[int]) -> dict[str, Any]:
+    """Conditions, by column, that keep a default branch to what was seen there.
 
     A text or flag of few values must be one of those seen; a number that was always positive, or never negative, must
     be so again. What the traces never showed is then unknown, and not taken for the default.
     """
-    out = []
+    out: dict[str, Any] = {}
     for column in columns:
+        if "$count" in column.term:
+            continue
         values = [column.values[i] for i in members]
         if values and all(is_number(v) for v in values):
             if min(values) >= 0:
-                out.append({"left": column.term, "op": "gt" if min(values) > 0 else "gte", "right": 0})
+                op = "gt" if min(values) > 0 else "gte"
+                out[column.key] = {"left": column.term, "op": op, "right": 0}
             continue
         if "$arg" in column.term or not values or not all(isinstance(v, (str, bool)) for v in values):
             continue
         overall = {text_of(v) for v in column.values if isinstance(v, (str, bool))}
         if len(overall) <= MAX_CATEGORIES and len(column.values) >= 2 * len(overall):
             seen = {text_of(v): v for v in values}
-            out.append({"left": column.term, "op": "in", "right": {"$const": [seen[k] for k in sorted(seen)]}})
+            inside = {"$const": [seen[k] for k in sorted(seen)]}
+            out[column.key] = {"left": column.term, "op": "in", "right": inside}
     return out
 
 
-def action_novelty(columns: Sequence[Column]) -> list[Any]:
-    """Conditions for every rule of an action: nothing that no trace of the action showed.
+def action_novelty(columns: Sequence[Column]) -> dict[str, Any]:
+    """Conditions, by column, for every rule of an action: nothing that no trace of the action showed.
 
     A text or flag of few values is one of those seen or is absent; a number that never was zero or negative is not.
     A check that the environment makes first, on a value that never came up, would otherwise be overlooked.
     """
-    out = []
+    out: dict[str, Any] = {}
     for column in columns:
+        if "$count" in column.term:
+            continue
         absent = {"left": column.term, "op": "not_exists"}
         values = [v for v in column.values if v is not ABSENT]
         if values and all(is_number(v) for v in values):
             if min(values) >= 0:
                 sign = {"left": column.term, "op": "gt" if min(values) > 0 else "gte", "right": 0}
-                out.append({"any": [absent, sign]})
+                out[column.key] = {"any": [absent, sign]}
             continue
         if "$arg" in column.term or not values or not all(isinstance(v, (str, bool)) for v in values):
             continue
         seen = {text_of(v): v for v in values}
         if len(seen) <= MAX_CATEGORIES and len(column.values) >= 2 * len(seen):
             inside = {"left": column.term, "op": "in", "right": {"$const": [seen[k] for k in sorted(seen)]}}
-            out.append({"any": [absent, inside]})
+            out[column.key] = {"any": [absent, inside]}
     return out

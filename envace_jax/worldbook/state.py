@@ -59,7 +59,7 @@ class PMap:
     known: a key that is not there is then known to be absent. Order is that of first insertion, as in a dict.
     """
 
-    __slots__ = ("_base", "_hash", "_limit", "_over", "_size", "closed")
+    __slots__ = ("_base", "_complete", "_hash", "_limit", "_over", "_size", "closed")
 
     def __init__(
         self,
@@ -75,14 +75,17 @@ class PMap:
         self._size = size if size is not None else sum(v is not ABSENT for v in self._base.values())
         self._limit = limit if limit is not None else max(16, math.isqrt(len(self._base)))
         self._hash: str | None = None
+        self._complete: bool | None = None
 
     def get(self, key: Segment) -> Any:
         """The value, `ABSENT` (tombstone, or missing in a closed map) or `UNKNOWN`."""
-        value = self._over.get(key, _MISSING)
+        if self._over:
+            value = self._over.get(key, _MISSING)
+            if value is not _MISSING:
+                return value
+        value = self._base.get(key, _MISSING)
         if value is _MISSING:
-            value = self._base.get(key, _MISSING)
-            if value is _MISSING:
-                return ABSENT if self.closed else UNKNOWN
+            return ABSENT if self.closed else UNKNOWN
         return value
 
     def set(self, key: Segment, value: Any) -> PMap:
@@ -131,7 +134,9 @@ class PMap:
     @property
     def complete(self) -> bool:
         """Whether every entry is known: closed, and no value marked unknown at this level."""
-        return self.closed and not any(v is UNKNOWN for _, v in self.raw_items())
+        if self._complete is None:
+            self._complete = self.closed and not any(v is UNKNOWN for _, v in self.raw_items())
+        return self._complete
 
     def keys(self) -> Iterator[Segment]:
         return (k for k, _ in self.items())

@@ -35,14 +35,16 @@ from envace_jax.worldbook.effects import (
 from envace_jax.worldbook.explain import Explanation, explain
 from envace_jax.worldbook.guards import Guard, action_novelty, learn_guards, novelty_conditions
 from envace_jax.worldbook.ingest import Transition, align, usable_prefix
+from envace_jax.worldbook.matching import implied
 from envace_jax.worldbook.records import StateMutation, TransitionRule, short_id
-from envace_jax.worldbook.state import ABSENT, State, StateError, freeze, lookup, state_from_json
+from envace_jax.worldbook.state import State, StateError, freeze, lookup, state_from_json
 from envace_jax.worldbook.terms import Scope, compile_term
 
 ROUNDS = 5
 TOLERANCE = 0.3
 MAX_BRANCHES = 24
 GUARD_SAMPLES = 300
+MIN_CLEAN = 6
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Induction:
     transitions: int
     episodes: int
     unexplained: dict[str, int] = field(default_factory=dict)
+    held_out: dict[str, int] = field(default_factory=dict)
 
 
 def is_failure(value: Any) -> bool:
@@ -116,7 +119,7 @@ class _Induction:
                 self.by_action[s.name].append(s)
         self.branches: list[Branch] = []
         self.entities = {n: entity_terms(s[:800], shape) for n, s in self.by_action.items()}
-        self.stuck: set[int] = set()
+        self.clean: set[int] = set()
 
     # --- branches
 
@@ -132,6 +135,8 @@ class _Induction:
     ) -> list[tuple[list[Sample], Explanation]]:
         columns, _ = build_columns(group, self.shape)
         found = explain(group, columns, self.shape, tolerance)
+        if not found.complete and tolerance:
+            found = self._explain_branch(Branch(-1, group[0].name, group))
         if found.complete or depth >= 3:
             return [(group, found)]
         loose = [leaf.path for leaf in found.leaves if not leaf.terms]
@@ -202,6 +207,29 @@ class _Induction:
         out.sort(key=lambda r: (r.sample.episode, r.sample.at))
         return out
 
+    def _mark_clean(self) -> None:
+        """Samples that nothing before them in their episode can have touched: no accepted call shares a value."""
+        self.clean = set()
+        for samples in self.by_episode.values():
+            touched: set[Any] = set()
+            for s in samples:
+                values = {str(v) for _, v in s.args.items() if isinstance(v, (str, int)) and not isinstance(v, bool)}
+                if not values & touched:
+                    self.clean.add(id(s))
+                if not is_failure(s.value):
+                    touched |= values
+
+    def _explain_branch(self, branch: Branch) -> Explanation:
+        """Explain a branch from its untouched samples where there are enough, else from all of them, loosely."""
+        clean = [s for s in branch.samples if id(s) in self.clean]
+        if len(clean) >= MIN_CLEAN:
+            columns, _ = build_columns(clean, self.shape)
+            found = explain(clean, columns, self.shape, TOLERANCE / 3)
+            if found.complete:
+                return found
+        columns, _ = build_columns(branch.samples, self.shape)
+        return explain(branch.samples, columns, self.shape, TOLERANCE)
+
     def _refusals(self) -> list[Reading]:
         """What a surprising branch says of the state: its guard, learned where nothing had changed yet, must hold."""
         out: list[Reading] = []
@@ -227,13 +255,14 @@ class _Induction:
             tests = {g.branch: g.condition for g in guards if g.condition is not None}
             wrong = {id(s) for s in _misled(guards, suspects)}
             for s in suspects:
-                for path, seen in _implied(tests.get(s.branch)) if id(s) in wrong else ():
+                for path, seen in implied(tests.get(s.branch)) if id(s) in wrong else ():
                     where = concrete(path, s.scope())
                     if where is not None:
                         out.append(Reading(s, where, seen, lookup(s.root, where)))
         return out
 
     def find_effects(self) -> None:
+        self._mark_clean()
         for name, samples in sorted(self.by_action.items()):
             for group, explanation in self.split(name, samples, TOLERANCE):
                 branch = Branch(len(self.branches), name, group, explanation)
@@ -245,8 +274,7 @@ class _Induction:
         for _ in range(ROUNDS):
             self.track()
             for branch in self.branches:
-                columns, _ = build_columns(branch.samples, self.shape)
-                branch.explanation = explain(branch.samples, columns, self.shape, TOLERANCE)
+                branch.explanation = self._explain_branch(branch)
             existing = {b.index: b.effects for b in self.branches}
             readings = self.readings() + self._refusals()
             readings.sort(key=lambda r: (r.sample.episode, r.sample.at))
@@ -351,12 +379,15 @@ class _Induction:
         position = {id(s): i for i, s in enumerate(samples)}
         for guard in guards:
             branch = branches[guard.branch]
-            conditions = [*known, *earlier]
+            conditions = [*earlier]
+            default: dict[str, Any] = {}
             if guard.condition is not None:
                 conditions.append(guard.condition)
             else:
                 members = [position[id(s)] for s in branch.samples]
-                conditions += novelty_conditions(columns, members)
+                default = novelty_conditions(columns, members)
+                conditions += default.values()
+            conditions += [c for key, c in known.items() if key not in default]
             explanation = branch.explanation
             render = explanation.term if explanation is not None else None
             if render is None:
@@ -380,23 +411,6 @@ class _Induction:
             if guard.condition is not None:
                 earlier.append({"not": guard.condition})
         return out, missing
-
-
-def _implied(condition: Any) -> list[tuple[list[Any], Any]]:
-    """(path, value) pairs that hold wherever the condition does; only single places with a stated value."""
-    if not isinstance(condition, dict):
-        return []
-    if "agree" in condition or "all" in condition:
-        parts = condition.get("agree") or condition["all"]
-        return [x for part in parts for x in _implied(part)][: 1 if "agree" in condition else None]
-    if condition.get("op") == "eq" and not isinstance(condition["right"], dict):
-        path = dynamic_path(condition["left"])
-        return [(path, condition["right"])] if path else []
-    inner = condition.get("not")
-    if isinstance(inner, dict) and inner.get("op") == "exists":
-        path = dynamic_path(inner["left"])
-        return [(path, ABSENT)] if path else []
-    return []
 
 
 def _misled(guards: Sequence[Guard], samples: Sequence[Sample]) -> list[Sample]:

@@ -40,14 +40,15 @@ Truth = bool | None
 class Scope:
     """What a term is evaluated in: the state's root, the call's arguments (frozen), the rendered observation."""
 
-    __slots__ = ("args", "entry", "key", "out", "root")
+    __slots__ = ("args", "entry", "key", "memo", "out", "root")
 
-    def __init__(self, root: PMap, args: PMap, out: Any = UNKNOWN, entry: Any = UNKNOWN, key: Any = UNKNOWN):
+    def __init__(self, root: PMap, args: PMap, out: Any = UNKNOWN):
         self.root = root
         self.args = args
         self.out = out
-        self.entry = entry
-        self.key = key
+        self.entry: Any = UNKNOWN
+        self.key: Any = UNKNOWN
+        self.memo: dict[str, Any] = {}
 
 
 Evaluate = Callable[[Scope], Any]
@@ -158,7 +159,26 @@ def _state(value: Any) -> Evaluate:
         path: Path = tuple(segments)  # type: ignore[arg-type]
         return lambda scope: lookup(scope.root, path)
 
-    def evaluate(scope: Scope) -> Any:
+    last = max(i for i, s in enumerate(segments) if callable(s))
+    entity = _entity(segments[: last + 1], json.dumps(value[: last + 1], sort_keys=True))
+    tail: Path = tuple(segments[last + 1 :])  # type: ignore[assignment]
+    if not tail:
+        return entity
+    if len(tail) == 1:
+        name = tail[0]
+
+        def field(scope: Scope) -> Any:
+            node = entity(scope)
+            return node.get(name) if type(node) is PMap else lookup(node, tail)
+
+        return field
+    return lambda scope: lookup(entity(scope), tail)
+
+
+def _entity(segments: list[Segment | Evaluate], key: str) -> Evaluate:
+    """The node at a path with terms in it, looked up once a scope: most conditions of a rule ask for the same one."""
+
+    def find(scope: Scope) -> Any:
         node: Any = scope.root
         for segment in segments:
             if callable(segment):
@@ -168,6 +188,16 @@ def _state(value: Any) -> Evaluate:
                 if type(segment) is not str and type(segment) is not int:
                     return ABSENT
             node = node.get(segment) if type(node) is PMap else lookup(node, (segment,))
+        return node
+
+    if '"$entry"' in key or '"$key"' in key or '"$out"' in key:
+        return find
+
+    def evaluate(scope: Scope) -> Any:
+        memo = scope.memo
+        if key in memo:
+            return memo[key]
+        node = memo[key] = find(scope)
         return node
 
     return evaluate
@@ -219,7 +249,9 @@ def _round(value: Any) -> Evaluate:
 
 def text_of(value: Any) -> str:
     """How a scalar stands inside a text: strings as they are, the rest as JSON."""
-    return value if isinstance(value, str) else json.dumps(thaw(value), ensure_ascii=False)
+    if type(value) is str:
+        return value
+    return str(value) if type(value) is int else json.dumps(thaw(value), ensure_ascii=False)
 
 
 def _concat(value: Any) -> Evaluate:
@@ -393,6 +425,14 @@ def truth_not(value: Truth) -> Truth:
     return None if value is None else not value
 
 
+def _fast_eq(left: Evaluate, text: str) -> Test:
+    def evaluate(scope: Scope) -> Truth:
+        value = left(scope)
+        return None if value is UNKNOWN else value == text if type(value) is str else False
+
+    return evaluate
+
+
 def truth_all(values: Sequence[Truth]) -> Truth:
     if any(v is False for v in values):
         return False
@@ -490,7 +530,14 @@ def _comparison(condition: dict[str, Any]) -> Test:
         return presence
     if op not in _COMPARE:
         raise TermError(f"no comparison {op!r}")
-    right, compare = _term(condition.get("right")), _COMPARE[op]
+    listed = condition.get("right")
+    if op == "in" and isinstance(listed, dict) and set(listed) == {"$const"}:
+        texts = listed["$const"]
+        if isinstance(texts, list) and all(type(t) is str for t in texts):
+            return _in_texts(left, frozenset(texts))
+    if op == "eq" and type(listed) is str:
+        return _fast_eq(left, listed)
+    right, compare = _term(listed), _COMPARE[op]
 
     def evaluate(scope: Scope) -> Truth:
         a = left(scope)
@@ -504,9 +551,21 @@ def _comparison(condition: dict[str, Any]) -> Test:
     return evaluate
 
 
+def _in_texts(left: Evaluate, texts: frozenset[str]) -> Test:
+    def evaluate(scope: Scope) -> Truth:
+        value = left(scope)
+        if value is UNKNOWN or value is ABSENT:
+            return None
+        return type(value) is str and value in texts
+
+    return evaluate
+
+
 def _same(a: Any, b: Any) -> Truth:
     if a is ABSENT or b is ABSENT:
         return a is b
+    if type(a) is str and type(b) is str:
+        return a == b
     return json_equal(a, b)
 
 

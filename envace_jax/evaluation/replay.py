@@ -1,0 +1,211 @@
+"""World model against world: act in one, replay in the other.
+
+*Real*: the agent acts in the real environment. *WM*: it acts in the world model, and the world model's own answers say
+whether the task was done. *W2R*: the calls it made there are replayed, unchanged, in a fresh real episode, and that is
+judged. CR (consistency ratio) = W2R / Real. A task that nothing could be replayed of counts as a failure, and is
+counted separately as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from envace_jax.datasets.records import Task
+from envace_jax.environments import Environment, is_rejection, make_environment
+from envace_jax.text.transcript import canonical_json
+
+MAX_STEPS = 50
+
+Call = tuple[str, dict[str, Any]]
+Turn = tuple[str, dict[str, Any], Any]
+
+
+class ReplayAgent(Protocol):
+    """Chooses the next call of a task from what was answered so far; None ends the episode."""
+
+    def act(self, task: Task, history: Sequence[Turn]) -> Call | None: ...
+
+
+class ReplayDomain(Protocol):
+    """Tasks with a real environment and two judgements: of a real end state, and of a transcript alone."""
+
+    name: str
+
+    def make(self, task: Task) -> Environment: ...
+
+    def solved(self, task: Task, environment: Environment, history: Sequence[Turn]) -> bool: ...
+
+    def claimed(self, task: Task, history: Sequence[Turn]) -> bool: ...
+
+
+class ReferenceDomain:
+    """Tasks whose recorded calls say what must come about: the state that they lead to in the real environment.
+
+    Solved: the real state equals it. Claimed: the accepted calls that changed it (found by the real hash) were accepted
+    in the transcript as well, in any order.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._goals: dict[str, tuple[str, list[str]]] = {}
+
+    def make(self, task: Task) -> Environment:
+        return make_environment(task)
+
+    def _goal(self, task: Task) -> tuple[str, list[str]]:
+        if task.uuid not in self._goals:
+            environment = self.make(task)
+            writes, before = [], environment.state_hash()
+            for call in task.recorded_calls:
+                environment.step(call.name, call.arguments)
+                after = environment.state_hash()
+                if after != before:
+                    writes.append(canonical_json([call.name, dict(sorted(call.arguments.items()))]))
+                before = after
+            self._goals[task.uuid] = (before, sorted(writes))
+        return self._goals[task.uuid]
+
+    def solved(self, task: Task, environment: Environment, history: Sequence[Turn]) -> bool:
+        return environment.state_hash() == self._goal(task)[0]
+
+    def claimed(self, task: Task, history: Sequence[Turn]) -> bool:
+        wanted = self._goal(task)[1]
+        done = [
+            canonical_json([name, dict(sorted(arguments.items()))])
+            for name, arguments, value in history
+            if not is_rejection(self.name, value)
+        ]
+        return all(wanted.count(w) <= done.count(w) for w in set(wanted))
+
+
+class RecordedAgent:
+    """Makes the recorded calls of the task, in order, whatever is answered."""
+
+    def act(self, task: Task, history: Sequence[Turn]) -> Call | None:
+        calls = task.recorded_calls
+        return (calls[len(history)].name, calls[len(history)].arguments) if len(history) < len(calls) else None
+
+
+class CautiousAgent:
+    """The recorded agent, except that it stops after a refusal that the recording does not have."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def act(self, task: Task, history: Sequence[Turn]) -> Call | None:
+        calls = task.recorded_calls
+        if len(history) >= len(calls):
+            return None
+        if history:
+            recorded = json.loads(calls[len(history) - 1].result)
+            if is_rejection(self.name, history[-1][2]) and not is_rejection(self.name, recorded):
+                return None
+        return calls[len(history)].name, calls[len(history)].arguments
+
+
+def play(agent: ReplayAgent, task: Task, environment: Environment, max_steps: int = MAX_STEPS) -> list[Turn]:
+    """The episode of an agent in an environment: (name, arguments, value) of every call."""
+    history: list[Turn] = []
+    while len(history) < max_steps:
+        call = agent.act(task, history)
+        if call is None:
+            break
+        history.append((call[0], call[1], environment.step(call[0], call[1])))
+    return history
+
+
+@dataclass
+class ReplayReport:
+    """Success by task in the three settings, with the first step at which world model and world part."""
+
+    tasks: list[str] = field(default_factory=list)
+    real: list[bool] = field(default_factory=list)
+    wm: list[bool] = field(default_factory=list)
+    w2r: list[bool] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    divergence: list[int | None] = field(default_factory=list)
+    steps: int = 0
+    equal_steps: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """Real, WM, W2R as shares, CR, and how far world model and world agree step by step."""
+        n = max(1, len(self.tasks))
+        real, w2r = sum(self.real) / n, sum(self.w2r) / n
+        return {
+            "tasks": len(self.tasks),
+            "Real": real,
+            "WM": sum(self.wm) / n,
+            "W2R": w2r,
+            "CR": w2r / real if real else None,
+            "errors": len(self.errors),
+            "diverged": sum(d is not None for d in self.divergence),
+            "first_divergence": _median([d for d in self.divergence if d is not None]),
+            "steps_equal": self.equal_steps / self.steps if self.steps else None,
+        }
+
+    def interval(self, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+        """95% interval of CR by resampling tasks."""
+        rng = np.random.default_rng(seed)
+        real, w2r = np.array(self.real, float), np.array(self.w2r, float)
+        if not len(real) or not real.any():
+            return (float("nan"), float("nan"))
+        picks = rng.integers(0, len(real), (resamples, len(real)))
+        below = real[picks].sum(1)
+        ratios = w2r[picks].sum(1)[below > 0] / below[below > 0]
+        low, high = np.percentile(ratios, [2.5, 97.5])
+        return float(low), float(high)
+
+
+def replay(
+    tasks: Sequence[Task],
+    domain: ReplayDomain,
+    agent: ReplayAgent,
+    make_model: Callable[[Task], Environment],
+    max_steps: int = MAX_STEPS,
+) -> ReplayReport:
+    """Real, WM and W2R of an agent on tasks; ``make_model`` opens the world model's episode of a task."""
+    report = ReplayReport()
+    for task in tasks:
+        real = domain.make(task)
+        history = play(agent, task, real, max_steps)
+        report.tasks.append(task.uuid)
+        report.real.append(domain.solved(task, real, history))
+        _close(real)
+        try:
+            imagined = play(agent, task, make_model(task), max_steps)
+        except Exception as error:  # a harness that fails is a failed task, not the end of the evaluation
+            report.errors.append(f"{task.uuid}: {type(error).__name__}: {error}"[:300])
+            report.wm.append(False)
+            report.w2r.append(False)
+            report.divergence.append(0)
+            continue
+        report.wm.append(domain.claimed(task, imagined))
+        fresh = domain.make(task)
+        again, parted = [], None
+        for step, (name, arguments, value) in enumerate(imagined):
+            truth = fresh.step(name, arguments)
+            again.append((name, arguments, truth))
+            report.steps += 1
+            if truth == value:
+                report.equal_steps += 1
+            elif parted is None:
+                parted = step
+        report.w2r.append(domain.solved(task, fresh, again))
+        report.divergence.append(parted)
+        _close(fresh)
+    return report
+
+
+def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    if close is not None:
+        close()
+
+
+def _median(values: list[int]) -> float | None:
+    return float(np.median(values)) if values else None
