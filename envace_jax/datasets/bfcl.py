@@ -102,16 +102,16 @@ def task_from_entry(entry: dict[str, Any], gold: list[list[str]], variant: str) 
         "initial_state": entry["initial_config"],
         "long_context": variant == "long_context",
         "gold": [[{"name": c.name, "arguments": c.arguments} for c in turn] for turn in calls_by_turn],
-        "late_tools": {str(turn): [_tool(docs[name]) for name in names] for turn, names in late.items()},
+        "late_tools": {str(turn): [docs[name]["tool"] for name in names] for turn, names in late.items()},
     }
-    tools = tuple(_tool(doc) for name, doc in docs.items() if name not in withheld)
+    tools = tuple(doc["tool"] for name, doc in docs.items() if name not in withheld)
     environment = BfclEnvironment()
     environment.load(meta, tuple(docs))
     messages: list[Message] = []
     turns = []
     effects: list[dict[str, Any]] = []
     for number, calls in enumerate(calls_by_turn):
-        offered = [_tool(docs[name]) for name in late.get(number, ())]
+        offered = [docs[name]["tool"] for name in late.get(number, ())]
         said = "\n\n".join(message["content"] for message in entry["question"][number])
         if offered:
             said = "\n\n".join(filter(None, [canonical_json(offered), _offer(), said]))
@@ -250,10 +250,13 @@ def bfcl_success(task: Task, calls_by_turn: Sequence[Sequence[ToolCall]]) -> boo
 # --- reading the package ---
 
 
+_NEEDS = "BFCL needs two packages: pip install mpmath==1.3.0 && pip install --no-deps bfcl-eval==2026.3.23"
+
+
 def _data_dir() -> Path:
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("BFCL needs two packages: pip install mpmath && pip install --no-deps bfcl-eval==2026.3.23")
+        raise UserError(_NEEDS)
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
@@ -273,14 +276,19 @@ def _docs(class_name: str) -> tuple[dict[str, Any], ...]:
     from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING
 
     file = MULTI_TURN_FUNC_DOC_FILE_MAPPING[class_name]
-    return tuple({**doc, "class": class_name} for doc in _rows(f"multi_turn_func_doc/{file}"))
+    rows = _rows(f"multi_turn_func_doc/{file}")
+    return tuple({**doc, "class": class_name, "tool": _tool(doc)} for doc in rows)
 
 
 @functools.cache
 def _class(class_name: str) -> Any:
     from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
 
-    return getattr(importlib.import_module(CLASS_FILE_PATH_MAPPING[class_name]), class_name)
+    try:
+        module = importlib.import_module(CLASS_FILE_PATH_MAPPING[class_name])
+    except ModuleNotFoundError as error:
+        raise UserError(f"{_NEEDS} ({error})") from None
+    return getattr(module, class_name)
 
 
 @functools.cache
@@ -298,10 +306,11 @@ def _tool(doc: dict[str, Any]) -> dict[str, Any]:
 def _fitting(doc: dict[str, Any], calls_by_turn: list[list[ToolCall]]) -> dict[str, Any]:
     """The document of a function, less the type of a parameter that a reference call contradicts (one does)."""
     for call in (call for calls in calls_by_turn for call in calls if call.name == doc["name"]):
-        error = check_call(call, [_tool(doc)])
+        error = check_call(call, [doc["tool"]])
         if error is not None:
             doc = copy.deepcopy(doc)
             doc["parameters"]["properties"][error.path.removeprefix("/")].pop("type", None)
+            doc["tool"] = _tool(doc)
     return doc
 
 
