@@ -43,7 +43,7 @@ from envace_jax.rewards.checklist import votes_to_stop
 from envace_jax.rewards.judge import JudgeResult
 from envace_jax.text import tool_calls
 from envace_jax.text.tool_schema import check_call
-from envace_jax.text.transcript import Message, Observation, Role, Step, ToolCall, Turn, canonical_json
+from envace_jax.text.transcript import Observation, Role, Step, ToolCall, Turn, canonical_json
 
 __all__ = [
     "END_REASONS",
@@ -76,13 +76,11 @@ def start(setting: Setting, task: Task, *, group: int = 0, member: int = 0) -> E
     state = EpisodeState(setting, task, group, member)
     checklists = state.checklists
     if not task.user_turns or (setting.cfg.judged and not any(items for turns in checklists for items in turns)):
-        return replace(mask(state, "empty_checklist"), end_reason="empty_checklist")
+        return mask(state, "empty_checklist").but(end_reason="empty_checklist")
     if setting.cfg.judged and any(len(turns) != len(task.user_turns) for turns in checklists):
         raise UserError(f"task {task.uuid}: every checklist must have {len(task.user_turns)} turns, one a user message")
-    messages = [] if task.system is None else [Message("system", task.system)]
-    messages.append(Message("user", task.user_turns[0]))
-    head = Row(Role.ACT).context(setting.chat.head_ids(messages, task.tools))
-    return _want_act(replace(state, rows=(head,), news=setting.writer.user_entry(task.user_turns[0])))
+    head = Row(Role.ACT).context(setting.writer.act_head(task))
+    return _want_act(state.but(rows=(head,), news=setting.writer.user_entry(task.user_turns[0])))
 
 
 def next_request(state: EpisodeState) -> Need | NeedObservation | NeedVerdicts | Done:
@@ -107,7 +105,7 @@ def next_request(state: EpisodeState) -> Need | NeedObservation | NeedVerdicts |
 
 def mask(state: EpisodeState, cause: str) -> EpisodeState:
     """The episode cut short from outside: its trajectory has no reward and trains nothing."""
-    ended = replace(state, phase=Phase.DONE, end_reason="masked", masked_cause=cause)
+    ended = state.but(phase=Phase.DONE, end_reason="masked", masked_cause=cause)
     return _close_turn(ended) if state.steps or state.output is not None else ended
 
 
@@ -125,7 +123,7 @@ def receive(state: EpisodeState, ids: Sequence[int], logprobs: Sequence[float], 
     row = state.rows[need.row]
     segment = Segment(need.role, need.segment, ids, logprobs, finish, text, need.row, len(row))
     state = _with_row(state, need.row, row.sample(ids, logprobs))
-    state = replace(state, segments=(*state.segments, segment))
+    state = state.but(segments=(*state.segments, segment))
     if finish in ("cancelled", "nan"):
         return mask(state, finish)
     return _receive_act(state, segment) if need.role is Role.ACT else _receive_rehearsal(state, segment)
@@ -135,7 +133,7 @@ def _receive_act(state: EpisodeState, segment: Segment) -> EpisodeState:
     cfg = state.setting.cfg
     truncated = segment.finish == "length"
     output = tool_calls.parse_assistant(segment.text, mode=cfg.parser, truncated=truncated)
-    state = replace(state, output=output, observations=(), pieces=())
+    state = state.but(output=output, observations=(), pieces=())
     if truncated:
         return _end(_with_codes(state, Role.ACT, tool_calls.OUTPUT_TRUNCATED), "truncated")
     state = _with_codes(state, Role.ACT, *output.dropped)
@@ -219,12 +217,12 @@ def _settle(state: EpisodeState) -> EpisodeState:
         elif (record := _recorded(state, call)) is not None:
             state = _observe(state, Observation(record, "recorded"), record)
         elif state.setting.outside:
-            return replace(state, phase=Phase.OBSERVE)
+            return state.but(phase=Phase.OBSERVE)
         else:
             return _want_rehearsal(state)
     step = Step(state.output, state.observations)
     pieces = state.setting.chat.observation_ids(state.pieces)
-    state = replace(state, steps=(*state.steps, step), output=None, observations=(), pieces=())
+    state = state.but(steps=(*state.steps, step), output=None, observations=(), pieces=())
     return _want_act(_append(state, pieces, "observation"))
 
 
@@ -271,14 +269,14 @@ def _want_rehearsal(state: EpisodeState) -> EpisodeState:
         if len(row) + len(ids) < cfg.max_input_tokens:
             state = _with_row(state, state.rehearse_row, row.context(ids))
             told = state.told.union(given)
-            return replace(state, phase=Phase.REHEARSE, news=(), told=told)
+            return state.but(phase=Phase.REHEARSE, news=(), told=told)
     prompt = writer.prompt(asked)
     if prompt is None:
         message = "the tool could not be asked: the request does not fit its input limit"
         return _invalid_rehearsal(state, REHEARSE_PROMPT_TOO_LONG, message)
     rows = (*state.rows, Row(Role.REHEARSE).context(prompt))
     told = frozenset(given)
-    return replace(state, phase=Phase.REHEARSE, rows=rows, rehearse_row=len(rows) - 1, news=(), told=told)
+    return state.but(phase=Phase.REHEARSE, rows=rows, rehearse_row=len(rows) - 1, news=(), told=told)
 
 
 def scene(state: EpisodeState) -> Scene:
@@ -341,7 +339,7 @@ def _observe(state: EpisodeState, observation: Observation, piece: str | tuple[i
         calls = state.output.calls[answered : answered + 1]
         part = replace(state.output, calls=calls)
         news = (*news, *state.setting.writer.results(part, [observation]))
-    return replace(state, observations=(*state.observations, observation), pieces=(*state.pieces, piece), news=news)
+    return state.but(observations=(*state.observations, observation), pieces=(*state.pieces, piece), news=news)
 
 
 def error_observation(code: str, message: str) -> Observation:
@@ -366,7 +364,7 @@ def _want_act(state: EpisodeState) -> EpisodeState:
         return _end(state, "max_segments")
     if len(state.rows[state.act_row]) >= cfg.max_input_tokens:
         return _end(_with_codes(state, Role.ACT, LENGTH_EXCEEDED), "length")
-    return replace(state, phase=Phase.ACT)
+    return state.but(phase=Phase.ACT)
 
 
 def _end_turn(state: EpisodeState) -> EpisodeState:
@@ -374,7 +372,7 @@ def _end_turn(state: EpisodeState) -> EpisodeState:
     last = state.turn + 1 == len(state.task.user_turns)
     state = _close_turn(state)
     if state.setting.cfg.judged:
-        return replace(state, phase=Phase.VERDICTS, ending="completed" if last else None)
+        return state.but(phase=Phase.VERDICTS, ending="completed" if last else None)
     return _finish(state, "completed") if last else _next_turn(state)
 
 
@@ -383,7 +381,7 @@ def _end(state: EpisodeState, reason: str) -> EpisodeState:
     state = _close_turn(state)
     cfg = state.setting.cfg
     if cfg.judged and cfg.judge_partial_turns and state.transcript[-1].steps:
-        return replace(state, phase=Phase.VERDICTS, ending=reason)
+        return state.but(phase=Phase.VERDICTS, ending=reason)
     return _finish(state, reason)
 
 
@@ -393,7 +391,7 @@ def _close_turn(state: EpisodeState) -> EpisodeState:
     if state.output is not None:
         steps = (*steps, Step(state.output, state.observations))
     turn = Turn(state.task.user_turns[state.turn], steps)
-    return replace(state, transcript=(*state.transcript, turn), steps=(), output=None, observations=(), pieces=())
+    return state.but(transcript=(*state.transcript, turn), steps=(), output=None, observations=(), pieces=())
 
 
 def receive_verdicts(state: EpisodeState, result: JudgeResult) -> EpisodeState:
@@ -404,13 +402,13 @@ def receive_verdicts(state: EpisodeState, result: JudgeResult) -> EpisodeState:
     counts = Counter({f"judge_{name}": number for name, number in result.usage.items()})
     counts.update(f"no_verdict_{cause}" for cause in result.causes.values())
     counts.update(state.judged)
-    state = replace(state, verdicts=verdicts, judged=dict(counts))
+    state = state.but(verdicts=verdicts, judged=dict(counts))
     scored = score(state)
     if scored.turn_scores[len(state.transcript) - 1] is None:
         # No verdict is never a fail: the trajectory is masked, and going on would be wasted work.
         causes = Counter(result.causes.values())
         cause = causes.most_common(1)[0][0] if causes else "no_verdict"
-        return replace(state, phase=Phase.DONE, end_reason="judge", masked_cause=f"judge:{cause}")
+        return state.but(phase=Phase.DONE, end_reason="judge", masked_cause=f"judge:{cause}")
     if state.ending is not None:
         return _finish(state, state.ending)
     items = [turns[state.turn] for turns in state.checklists]
@@ -422,7 +420,7 @@ def receive_verdicts(state: EpisodeState, result: JudgeResult) -> EpisodeState:
 def _next_turn(state: EpisodeState) -> EpisodeState:
     """The next user message goes into ACT's ledger, which forks where old thinking is dropped."""
     text = state.task.user_turns[state.turn + 1]
-    state = replace(state, turn=state.turn + 1, news=(*state.news, *state.setting.writer.user_entry(text)))
+    state = state.but(turn=state.turn + 1, news=(*state.news, *state.setting.writer.user_entry(text)))
     return _want_act(_append(state, state.setting.chat.user_ids(text), "user"))
 
 
@@ -436,12 +434,12 @@ def _append(state: EpisodeState, ids: Sequence[int], boundary: str) -> EpisodeSt
     if sum(end - begin for begin, end in keep) == len(row):
         return _with_row(state, state.act_row, row.context(ids))
     forked = row.fork(keep).context(ids)
-    return replace(state, rows=(*state.rows, forked), act_row=len(state.rows))
+    return state.but(rows=(*state.rows, forked), act_row=len(state.rows))
 
 
 def _finish(state: EpisodeState, reason: str) -> EpisodeState:
     cause = None if state.setting.cfg.judged else "not_judged"
-    return replace(state, phase=Phase.DONE, end_reason=reason, masked_cause=cause)
+    return state.but(phase=Phase.DONE, end_reason=reason, masked_cause=cause)
 
 
 # --- small updates ------------------------------------------------------------------------------------------------
@@ -449,8 +447,8 @@ def _finish(state: EpisodeState, reason: str) -> EpisodeState:
 
 def _with_row(state: EpisodeState, index: int | None, row: Row) -> EpisodeState:
     assert index is not None
-    return replace(state, rows=(*state.rows[:index], row, *state.rows[index + 1 :]))
+    return state.but(rows=(*state.rows[:index], row, *state.rows[index + 1 :]))
 
 
 def _with_codes(state: EpisodeState, role: Role, *codes: str) -> EpisodeState:
-    return replace(state, error_codes=(*state.error_codes, *(f"{role}:{code}" for code in codes)))
+    return state.but(error_codes=(*state.error_codes, *(f"{role}:{code}" for code in codes)))

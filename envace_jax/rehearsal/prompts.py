@@ -10,10 +10,11 @@ reuse looks for, and a call that ACT sampled goes in by its ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from envace_jax.datasets.cm2 import RecordedCall, Task
 from envace_jax.rehearsal.grounding import Brief
@@ -86,8 +87,17 @@ class PromptWriter:
             # The rules are the protocol's own words: the tag they name is the tag that the answer must use.
             middle = (*tokenizer.encode(self.rules), *_around_last(system[at:], tokenizer.eos_id)[0])
             self._before = (*system[:at], *middle)
-        # Tools and examples recur in every prompt of a task; the bound keeps a long run's memory flat.
+        # Tools and examples recur in every prompt of a task; the bounds keep a long run's memory flat.
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(chat.tokenizer.encode_data(text)))
+        self._heads, self._tools, self._examples = _Memo(), _Memo(), _Memo()
+
+    def act_head(self, task: Task) -> tuple[int, ...]:
+        """The head of ACT's ledger, the same for all members of a group."""
+        return self._heads.of(task, self._act_head)
+
+    def _act_head(self, task: Task) -> tuple[int, ...]:
+        messages = [] if task.system is None else [Message("system", task.system)]
+        return tuple(self.chat.head_ids([*messages, Message("user", task.user_turns[0])], task.tools))
 
     # --- text -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +131,9 @@ class PromptWriter:
 
     def example(self, record: RecordedCall) -> str:
         """One recorded call with its result."""
+        return self._examples.of(record, self._example)
+
+    def _example(self, record: RecordedCall) -> str:
         call = canonical_json({"name": record.name, "arguments": record.arguments})
         return f"= {call}\n{record.result}" if self.compact else f"call: {call}\nresult: {record.result}"
 
@@ -129,7 +142,9 @@ class PromptWriter:
 
     def tools(self, task: Task) -> str:
         """The whitelist with schemas, one tool a line; the compact form's policy knows its tools."""
-        return "" if self.compact else "".join(f"{canonical_json(tool)}\n" for tool in task.tools)
+        if self.compact:
+            return ""
+        return self._tools.of(task, lambda t: "".join(f"{canonical_json(tool)}\n" for tool in t.tools))
 
     def messages(self, scene: Scene) -> tuple[str, str]:
         """System and user text of a prompt, for a simulator outside the engine."""
@@ -195,6 +210,22 @@ class PromptWriter:
         )
 
 
+class _Memo:
+    """What was made from an object, for as long as the object is in use; at most so many of them."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._limit = limit
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, key: Any, make: Callable[[Any], Any]) -> Any:
+        kept = self._kept.get(id(key))
+        if kept is None or kept[0] is not key:
+            if len(self._kept) >= self._limit:
+                self._kept.clear()
+            kept = self._kept[id(key)] = key, make(key)
+        return kept[1]
+
+
 def call_text(call: ToolCall) -> str:
     """A call as one line of JSON."""
     return canonical_json({"name": call.name, "arguments": call.arguments})
@@ -212,4 +243,4 @@ def _around_last(ids: Sequence[int], eos_id: int) -> tuple[tuple[int, ...], tupl
 
 
 def _join(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(i for part in parts for i in part)
+    return tuple(chain.from_iterable(parts))

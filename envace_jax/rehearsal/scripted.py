@@ -70,6 +70,9 @@ class ScriptedEngine:
         if self._live.pop(request_id, None) is not None:
             self._cancelled.append(request_id)
 
+    def partial(self, request_id: int) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+        return ((), ()) if request_id in self._live else None
+
     def release(self, affinity: Hashable) -> None:
         self.released.append(affinity)
 
