@@ -168,7 +168,7 @@ class Server:
         prompt, forced = self._prompt(asked)
         self.generator.check(prompt, asked.sampling)
         if asked.sampling.stream:
-            return await self._stream(asked, model, prompt, forced)
+            return await self._stream(request, asked, model, prompt, forced)
         outputs = await self._all(request, prompt, asked.sampling)
         choices = [self._choice(i, asked, o, forced) for i, o in enumerate(outputs)]
         counted = protocol.usage(len(prompt), sum(len(o.ids) for o in outputs))
@@ -178,17 +178,7 @@ class Server:
     async def _all(self, request: Request, prompt: list[int], sampling: Sampling) -> list[Generated]:
         """All choices; if the client goes away they are cancelled."""
         work = asyncio.gather(*(self.generator.whole(prompt, sampling, i) for i in range(sampling.n)))
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientDisconnect
-            return await work
-        finally:
-            gone.cancel()
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError, BadRequest, Overloaded):
-                await work
+        return await _unless_gone(request, work)
 
     def _parsed(self, asked: ChatRequest, text: str, truncated: bool) -> AssistantOutput:
         if not asked.tools:
@@ -211,7 +201,9 @@ class Server:
             choice["logprobs"] = protocol.chat_logprobs(tokens, output.logprobs)
         return choice
 
-    async def _stream(self, asked: ChatRequest, model: str, prompt: list[int], forced: str) -> Response:
+    async def _stream(
+        self, request: Request, asked: ChatRequest, model: str, prompt: list[int], forced: str
+    ) -> Response:
         identity = protocol.new_id("chatcmpl")
         sampling = asked.sampling
         merged: asyncio.Queue[tuple[int, Generated | Exception | None, bool]] = asyncio.Queue(maxsize=64)
@@ -227,8 +219,9 @@ class Server:
 
         pumps = [asyncio.ensure_future(pump(i)) for i in range(sampling.n)]
         try:
-            first = await merged.get()  # what cannot run is refused with its own status, before the stream begins
-        except asyncio.CancelledError:
+            # What cannot run is refused with its own status, before the stream begins.
+            first = await _unless_gone(request, asyncio.ensure_future(merged.get()))
+        except (asyncio.CancelledError, ClientDisconnect):
             for p in pumps:
                 p.cancel()
             raise
@@ -391,6 +384,21 @@ def _depth(value: Any) -> int:
                 inner.extend(v)
         level = inner
     return deepest
+
+
+async def _unless_gone(request: Request, work: asyncio.Future) -> Any:
+    """The result of `work`; when the client goes away first, `work` is cancelled and `ClientDisconnect` raised."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return await work
+    finally:
+        gone.cancel()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, BadRequest, Overloaded):
+            await work
 
 
 async def _disconnected(request: Request) -> None:

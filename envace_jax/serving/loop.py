@@ -120,8 +120,8 @@ class EngineLoop:
         by_engine: dict[int, _Running] = {}
         try:
             while not self._stop.is_set():
-                self._take_commands(running, by_engine, wait=not running)
-                if not running:
+                self._take_commands(running, by_engine, wait=not running and self.engine.idle)
+                if not running and self.engine.idle:
                     continue
                 for completion in self.engine.step():
                     job = by_engine.pop(completion.request_id, None)
