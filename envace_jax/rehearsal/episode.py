@@ -231,7 +231,7 @@ def _check(state: EpisodeState, call: ToolCall) -> Any:
     checks = [name for name in ("whitelist",) if name in state.setting.cfg.checks]
     if "schema" in state.setting.cfg.checks and _recorded(state, call) is None:
         checks += ["arguments", "schema"]
-    return check_call(call, state.task.tools, checks=tuple(checks)) if checks else None
+    return check_call(call, state.task.tools_at(state.turn), checks=tuple(checks)) if checks else None
 
 
 def _recorded(state: EpisodeState, call: ToolCall) -> str | None:
@@ -301,6 +301,7 @@ def scene(state: EpisodeState) -> Scene:
         latest="" if stream else writer.latest(output),
         results=() if first else results,
         call=_call_piece(state),
+        turn=state.turn,
     )
 
 

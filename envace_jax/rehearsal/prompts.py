@@ -60,6 +60,7 @@ class Scene:
         latest: ACT's latest output as text; empty in a stream, which sees the calls alone.
         results: calls of that output that have been answered, with their observations.
         call: the call to answer: ids as sampled, or text.
+        turn: the user turn, which decides the tools on offer.
     """
 
     task: Task
@@ -68,6 +69,7 @@ class Scene:
     latest: str
     results: tuple[str, ...]
     call: str | tuple[int, ...]
+    turn: int = 0
 
 
 class PromptWriter:
@@ -146,6 +148,10 @@ class PromptWriter:
             return ""
         return self._tools.of(task, lambda t: "".join(f"{canonical_json(tool)}\n" for tool in t.tools))
 
+    def _late_tools(self, scene: Scene) -> str:
+        late = scene.task.tools_at(scene.turn)[len(scene.task.tools) :]
+        return "" if self.compact else "".join(f"{canonical_json(tool)}\n" for tool in late)
+
     def messages(self, scene: Scene) -> tuple[str, str]:
         """System and user text of a prompt, for a simulator outside the engine."""
         layout = self._layout(scene)
@@ -201,7 +207,7 @@ class PromptWriter:
         if self.compact:
             return [COMPACT_HEAD], [], examples, [], entries, results
         return (
-            ["# Tools\n", self.tools(scene.task)],
+            ["# Tools\n", self.tools(scene.task), self._late_tools(scene)],
             ["\n# Recorded calls and knowledge\n"] if examples else [],
             examples,
             ["\n# Conversation so far\n"] if entries else [],
