@@ -7,14 +7,18 @@ code and a message that can be shown to the model. The codes are those of the re
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from envace_jax.text.transcript import AssistantOutput, ToolCall, canonical_json, clean_text
+import numpy as np
+
+from envace_jax.text.transcript import AssistantOutput, ToolCall, clean_text
 
 MAX_CHARS = 4_000_000  # of one output
 MAX_DEPTH = 64  # of nested JSON containers
+MAX_CONTAINERS = 100_000  # objects and lists of one JSON text: each costs Python far more than its two characters
 MAX_CALLS = 128  # of one output, good and bad
 
 NO_TOOL_CALL_FOUND = "NO_TOOL_CALL_FOUND"  # a <tool_call> that is never closed
@@ -44,6 +48,9 @@ _TAG = re.compile("|".join(map(re.escape, (THINK, END_THINK, CALL, RESPONSE, TUR
 _BLOCK_EDGE = re.compile(f"{CALL}|{END_CALL}")
 _RESULT_TAG = re.compile("<think>|<(tool_response|execution_result)>")
 _SPACE = re.compile(r"[ \t\r\n]*")
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_BRACKETS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # one step down, one step up
+_NO_BRACKETS = bytes(c for c in range(256) if c not in b"{[}]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -111,6 +118,7 @@ class _Scan:
         self.faults: list[_Fault] = []
         self._thoughts: list[str] = []
         self._visible: list[str] = []
+        self._last_close = text.rfind(END_CALL)
         try:
             self._run(text, strict)
         except _Fault as fault:  # nothing after it is read
@@ -136,6 +144,8 @@ class _Scan:
             if tag[0] == THINK:
                 at = self._think(text, at)
             elif tag[0] == CALL:
+                if not blocks:
+                    _limit_containers(text[at:])
                 blocks += 1
                 if blocks > MAX_CALLS:
                     raise _Fault(TOO_MANY_CALLS, f"At most {MAX_CALLS} calls are read from one output.")
@@ -165,12 +175,14 @@ class _Scan:
 
     def _call(self, text: str, at: int) -> int:
         """Read the block that begins at `at`; return where it ends."""
-        if text.find(END_CALL, at) < 0:
+        if at > self._last_close:
             raise _Fault(NO_TOOL_CALL_FOUND, f"A {CALL} is never closed. End every call with {END_CALL}.")
         try:
             value, _, stop = _json_block(text, at, END_CALL)
         except ValueError as err:
             raise _Fault(JSON_DECODE_ERROR, f"The text between {CALL} and {END_CALL} is not JSON: {err}.") from None
+        except OverflowError as err:
+            raise _Fault(NON_SERIALIZABLE_ARGUMENTS, f"The call holds {err}.") from None
         calls = [_one_call(item) for item in (value if isinstance(value, list) else [value])]
         if len(self.calls) + len(calls) > MAX_CALLS:
             raise _Fault(TOO_MANY_CALLS, f"At most {MAX_CALLS} calls are read from one output.")
@@ -196,13 +208,11 @@ def _one_call(item: Any) -> ToolCall:
         raise _Fault(NO_ARGUMENTS, 'The call has no "arguments". Give a JSON object, {} if the tool needs none.')
     if isinstance(arguments, str):  # JSON text inside JSON: decoded once, strings inside it stay strings
         try:
-            arguments = _loads(arguments.strip())
+            arguments = _whole(arguments.strip())
         except ValueError as err:
             raise _Fault(JSON_DECODE_ERROR, f'The "arguments" string is not JSON: {err}.') from None
-    try:
-        canonical_json(arguments)
-    except ValueError:
-        raise _Fault(NON_SERIALIZABLE_ARGUMENTS, 'The "arguments" hold a number too large for JSON.') from None
+        except OverflowError as err:
+            raise _Fault(NON_SERIALIZABLE_ARGUMENTS, f'The "arguments" string holds {err}.') from None
     name = item.get("name")
     if not isinstance(name, str) or not name.strip():
         raise _Fault(INVALID_TOOL_NAME, 'The call has no tool name. Give "name" as a string.')
@@ -228,16 +238,13 @@ def _result(text: str, objects_only: bool) -> ParsedResult:
     end_tag = f"</{tag[1]}>"
     if text.find(end_tag, tag.end()) < 0:
         raise _Fault(EXECUTION_RESULT_TAG_MALFORMED, f"{tag[0]} is never closed. End the result with {end_tag}.")
+    _limit_containers(text[tag.end() :])
     try:
         value, value_text, _ = _json_block(text, tag.end(), end_tag)
-    except _Fault:
-        raise
     except ValueError as err:
         raise _Fault(SIMULATOR_JSON_DECODE_ERROR, f"The text in {tag[0]} is not JSON: {err}.") from None
-    try:
-        canonical_json(value)
-    except ValueError:
-        raise _Fault(NON_SERIALIZABLE_EXECUTION_RESULT, "The result holds a number too large for JSON.") from None
+    except OverflowError as err:
+        raise _Fault(NON_SERIALIZABLE_EXECUTION_RESULT, f"The result holds {err}.") from None
     if objects_only and not (isinstance(value, list) or (isinstance(value, dict) and value)):
         raise _Fault(INVALID_EXECUTION_RESULT_TYPE, "The result must be a non-empty JSON object or a list.")
     return ParsedResult(value_text, value=value)
@@ -247,58 +254,61 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON value")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
-def _json_block(text: str, at: int, end_tag: str) -> tuple[Any, str, int]:
-    """The JSON value between `at` and `end_tag`, its text, and the position after the tag.
-
-    The first closing tag normally ends the block. When the text up to it is no JSON the tag may stand inside a string:
-    then the value says where it ends. Raises ValueError.
-    """
-    close = text.find(end_tag, at)
-    block = text[at:close].strip(" \t\r\n")
-    try:
-        return _loads(block), block, close + len(end_tag)
-    except ValueError as err:
-        first = err
-    start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-    try:
-        _, stop = _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError):
-        raise first from None
-    close = _SPACE.match(text, stop).end()  # type: ignore[union-attr]
-    if not text.startswith(end_tag, close):
-        raise first
-    return _loads(text[start:stop]), text[start:stop], close + len(end_tag)
-
-
-def _loads(text: str) -> Any:
-    """Decode JSON with limits. Raises ValueError with a short text, or a fault when it is too deep."""
-    too_deep = _Fault(JSON_TOO_DEEP, f"The JSON is nested deeper than {MAX_DEPTH} levels.")
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as err:
-        raise ValueError(f"{err.msg} at character {err.pos}") from None
-    except RecursionError:
-        raise too_deep from None
-    # Without that many opening brackets there is no such depth, and no need to walk.
-    if text.count("{") + text.count("[") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
-        raise too_deep
-    if _SURROGATE_ESCAPE.search(text):
-        value = _DECODER.decode(clean_text(json.dumps(value, ensure_ascii=False)))
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise OverflowError("a number too large for JSON")
     return value
 
 
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(limit):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+
+
+def _json_block(text: str, at: int, end_tag: str) -> tuple[Any, str, int]:
+    """The JSON value at `at`, its text, and the position after `end_tag`, which must follow it.
+
+    The value itself says where it ends, so a tag inside one of its strings ends nothing. Raises ValueError or
+    OverflowError with a short text, and a fault when the value is nested too deep.
+    """
+    start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    value, stop = _decode(text, start)
+    after = _SPACE.match(text, stop).end()  # type: ignore[union-attr]
+    if not text.startswith(end_tag, after):
+        raise ValueError("something follows the first value")
+    return value, text[start:stop], after + len(end_tag)
+
+
+def _whole(text: str) -> Any:
+    value, stop = _decode(text, 0)
+    if stop < len(text):
+        raise ValueError("something follows the first value")
+    return value
+
+
+def _decode(text: str, start: int) -> tuple[Any, int]:
+    """Decode the JSON value at `start` and say where it ends; raises as `_json_block` does."""
+    too_deep = _Fault(JSON_TOO_DEEP, f"The JSON is nested deeper than {MAX_DEPTH} levels.")
+    try:
+        value, stop = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as err:
+        raise ValueError(f"{err.msg} at character {err.pos - start}") from None
+    except RecursionError:
+        raise too_deep from None
+    own = text[start:stop]
+    # Without that many opening brackets there is no such depth.
+    if own.count("{") + own.count("[") > MAX_DEPTH and _depth(own) > MAX_DEPTH:
+        raise too_deep
+    if _SURROGATE_ESCAPE.search(own):
+        value = _DECODER.decode(clean_text(json.dumps(value, ensure_ascii=False)))
+    return value, stop
+
+
+def _limit_containers(text: str) -> None:
+    if text.count("{") + text.count("[") > MAX_CONTAINERS:
+        raise _Fault(OUTPUT_TOO_LARGE, f"The output holds more than {MAX_CONTAINERS} objects and lists.")
+
+
+def _depth(text: str) -> int:
+    """How deep the containers of a valid JSON text are nested (at least one)."""
+    brackets = _STRING.sub("", text).encode().translate(_BRACKETS, _NO_BRACKETS)
+    return int(np.cumsum(np.frombuffer(brackets, np.int8), dtype=np.int32).max(initial=0))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 class Role(enum.StrEnum):
@@ -97,7 +98,8 @@ def clean_text(text: str) -> str:
     """Text that UTF-8 can hold: surrogate pairs are joined, every lone surrogate becomes U+FFFD."""
     if not _SURROGATE.search(text):
         return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    text = _PAIR.sub(lambda pair: pair[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"), text)
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def canonical_json(value: Any) -> str:

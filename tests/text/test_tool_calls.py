@@ -12,11 +12,11 @@ from envace_jax.text.tool_calls import parse_assistant, parse_execution_result
 from envace_jax.text.transcript import Message, ToolCall
 
 pytestmark = pytest.mark.quick
-RULES = settings(derandomize=True, deadline=None, max_examples=300)
+RULES = settings(derandomize=True, deadline=None, max_examples=200)
 G = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 F = ToolCall("f", {"a": 1})
 H = ToolCall("h", {})
-TOWER = "[" * 100_000
+TOWER = "[" * 50_000
 
 
 def block(text):
@@ -85,6 +85,11 @@ GOOD = {
         [ToolCall("f", {"a": 1.0, "b": 12345678901234567890123, "c": 100.0})],
     ),
     "what follows the turn end": (G + "<|im_end|>\n<|im_start|>user\n" + G, "", [F]),
+    "brackets inside strings": (
+        block('{"name": "f", "arguments": {"a": "' + '[\\"{' * 90 + '"}}'),
+        "",
+        [ToolCall("f", {"a": '["{' * 90})],
+    ),
     "deep enough": (
         block('{"name": "f", "arguments": {"a": ' + "[" * 60 + "]" * 60 + "}}"),
         "",
@@ -133,6 +138,10 @@ BAD = {
     "name not text": ('{"name": 3, "arguments": {}}', tc.INVALID_TOOL_NAME),
     "one bad in a list": ('[{"name": "f", "arguments": {}}, {"name": "f"}]', tc.NO_ARGUMENTS),
     "deep": ('{"name": "f", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}", tc.JSON_TOO_DEEP),
+    "brackets in strings are no depth, the deep list is": (
+        '{"name": "f", "arguments": {"a": ["' + "]" * 90 + '"], "b": ' + "[" * 70 + "]" * 70 + "}}",
+        tc.JSON_TOO_DEEP,
+    ),
     "very deep": (TOWER, tc.JSON_TOO_DEEP),
     "deep inside a string": (json.dumps({"name": "f", "arguments": TOWER}), tc.JSON_TOO_DEEP),
 }
@@ -204,6 +213,11 @@ def test_limits():
     for more in (many + G, block("[" + ",".join(['{"name": "f", "arguments": {}}'] * (tc.MAX_CALLS + 1)) + "]")):
         assert parse_assistant(more).error_code == tc.TOO_MANY_CALLS
     assert len(parse_assistant(many + G, mode="lenient").calls) == tc.MAX_CALLS
+    crowd = block('{"name": "f", "arguments": {"a": [' + "{}," * tc.MAX_CONTAINERS + "{}]}}")
+    assert parse_assistant("[" * tc.MAX_CONTAINERS + crowd).error_code == tc.OUTPUT_TOO_LARGE
+    assert parse_assistant("[" * 2 * tc.MAX_CONTAINERS + G).calls == (F,)  # brackets in a reply cost nothing
+    result = parse_execution_result("<tool_response>[" + "{}," * tc.MAX_CONTAINERS + "{}]</tool_response>")
+    assert result.error_code == tc.OUTPUT_TOO_LARGE
     with pytest.raises(ValueError, match="mode"):
         parse_assistant("x", mode="loose")
 
@@ -222,7 +236,7 @@ WORDS = st.lists(st.sampled_from(["Order", "is", "naïve", "x\n\ny", "{", '"', "
 
 
 @given(st.none() | WORDS, st.just("") | WORDS, CALLS)
-@RULES
+@settings(RULES, max_examples=100)
 def test_what_chat_writes_is_read_back(sp, thinking, reply, calls):
     message = Message("assistant", reply, thinking, calls)
     text = ChatFormat(sp).output_text(message)
