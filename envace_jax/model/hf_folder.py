@@ -43,14 +43,18 @@ def write_folder(
     files: Sequence[Sequence[st.TensorSpec]],
     produce: Callable[[st.TensorSpec], np.ndarray],
     *,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     tokenizer_dir: Path | None,
     texts: Mapping[str, str],
     source_id: str | None,
     overwrite: bool = False,
     progress: Progress = silent,
+    stem: str = "model",
 ) -> Path:
-    """The writer behind export and import: staging folder, journal, read-back, one rename. See `save_params`."""
+    """The writer behind export and import: staging folder, journal, read-back, one rename. See `hf.save_params`.
+
+    config: content of `config.json`, None for a folder without one. stem: what weight files are called.
+    """
     if folder.exists() and not overwrite:
         raise UserError(f"{folder}: exists already; choose another folder or remove it")
     for name in texts:
@@ -60,9 +64,9 @@ def write_folder(
     folder.parent.mkdir(parents=True, exist_ok=True)
     _check_disk(folder.parent, total)
     staging = folder.with_name(folder.name + ".partial")
-    names = ["model.safetensors"]
+    names = [f"{stem}.safetensors"]
     if len(files) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        names = [f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     plan = [[(t.name, t.dtype, list(t.shape)) for t in file] for file in files]
     digests = _resume(staging, source_id, plan, names)
     done = 0
@@ -81,7 +85,9 @@ def write_folder(
         _write_text(staging / JOURNAL, json.dumps({"source": source_id, "plan": plan, "files": digests}))
     weight_map = {tensor.name: name for name, file in zip(names, files) for tensor in file}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    small = {"config.json": json.dumps(dict(config), indent=2) + "\n", **texts}
+    small = dict(texts)
+    if config is not None:
+        small = {"config.json": json.dumps(dict(config), indent=2) + "\n", **texts}
     if len(files) > 1:
         small[INDEX] = json.dumps(index, indent=2) + "\n"
     if tokenizer_dir is not None:
@@ -89,7 +95,7 @@ def write_folder(
             if name not in texts and (tokenizer_dir / name).is_file():
                 shutil.copyfile(tokenizer_dir / name, staging / name)
                 digests[name] = st.sha256_file(staging / name)
-    if "generation_config.json" not in digests and "generation_config.json" not in texts:
+    if config is not None and "generation_config.json" not in digests.keys() | texts.keys():
         small["generation_config.json"] = json.dumps(_generation_config(config), indent=2) + "\n"
     for name, text in small.items():
         _write_text(staging / name, text)

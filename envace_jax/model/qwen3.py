@@ -16,10 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from envace_jax.config import UserError
-from envace_jax.model.attention import attention_xla
-from envace_jax.model.sharding import PARAM_AXES, Rules, gather, layout, mesh_active
+from envace_jax.model.attention import attention
+from envace_jax.model.lora import adapter_term
+from envace_jax.model.moe import Routing, moe_mlp
+from envace_jax.model.sharding import PARAM_AXES, Rules, axes_of, enter, gather, inner_sequence, layout, mesh_active
 from envace_jax.model.spec import Qwen3Spec
 
 Params = dict[str, Any]
@@ -29,22 +32,55 @@ Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[Any, 
 REMAT_POLICIES: dict[str, Any] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["attention"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
-"""What a layer keeps for its backward pass: everything, nothing, or the weight products."""
+"""What a layer keeps for its backward pass: everything, nothing, attention's output, the weight products, or
+attention's output in host memory. The layer's input is always kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOptions:
-    """How the forward pass is run: compute dtype, what is recomputed, and the layout rules."""
+    """How the forward pass is run.
+
+    dtype: compute dtype. remat: a key of REMAT_POLICIES. rules: the layout. attention: `auto` or one of
+    `attention.BACKENDS`, for packed rows (the sampler brings its own). moe_exchange, moe_chunk: see `moe.moe_mlp`.
+    lora_scale: alpha / rank of the adapters in `params["lora"]`.
+    """
 
     dtype: Any = jnp.float32
     remat: str = "none"
     rules: Rules = Rules()
+    attention: str = "xla"
+    moe_exchange: str = "gather"
+    moe_chunk: int = 0
+    lora_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.remat not in REMAT_POLICIES:
             raise UserError(f"model.remat='{self.remat}' is unknown; expected one of {sorted(REMAT_POLICIES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCall:
+    """What one layer is called with beside its weights and input.
+
+    adapters: this layer's low-rank pairs by weight name (`lora.py`), None without. valid_BxT and replay_BxTxK: which
+    tokens count in routing figures, and experts to use again (mixture of experts only).
+    """
+
+    positions_BxT: jax.Array
+    attend: Callable[..., tuple[Any, jax.Array]]
+    options: ForwardOptions
+    adapters: Params | None = None
+    valid_BxT: jax.Array | None = None
+    replay_BxTxK: jax.Array | None = None
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -71,10 +107,10 @@ def _normal(rngs: nnx.Rngs, name: str, shape: tuple[int, ...], std: float, dtype
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention with per-head query and key norms, then a gated MLP."""
+    """One decoder layer: attention with per-head query and key norms, then a gated MLP or a choice of experts."""
 
     def __init__(self, spec: Qwen3Spec, dtype: Any, rngs: nnx.Rngs):
-        d, h, k, dh, f = spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.d_ff
+        d, h, k, dh = spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim
         out_std = 0.02 / (2 * spec.n_layers) ** 0.5
         self.attn_norm = nnx.Param(jnp.ones((d,), dtype))
         self.q = _normal(rngs, "q", (d, h, dh), 0.02, dtype)
@@ -84,45 +120,63 @@ class Block(nnx.Module):
         self.q_norm = nnx.Param(jnp.ones((dh,), dtype))
         self.k_norm = nnx.Param(jnp.ones((dh,), dtype))
         self.mlp_norm = nnx.Param(jnp.ones((d,), dtype))
-        self.gate = _normal(rngs, "gate", (d, f), 0.02, dtype)
-        self.up = _normal(rngs, "up", (d, f), 0.02, dtype)
-        self.down = _normal(rngs, "down", (f, d), out_std, dtype)
+        if spec.is_moe:
+            e, f = spec.n_experts, spec.d_ff_expert
+            self.router = _normal(rngs, "router", (d, e), 0.02, dtype)
+            self.experts_gate = _normal(rngs, "experts_gate", (e, d, f), 0.02, dtype)
+            self.experts_up = _normal(rngs, "experts_up", (e, d, f), 0.02, dtype)
+            self.experts_down = _normal(rngs, "experts_down", (e, f, d), out_std, dtype)
+        else:
+            f = spec.d_ff
+            self.gate = _normal(rngs, "gate", (d, f), 0.02, dtype)
+            self.up = _normal(rngs, "up", (d, f), 0.02, dtype)
+            self.down = _normal(rngs, "down", (f, d), out_std, dtype)
 
-    def weight(self, name: str, dtype: Any, rules: Rules) -> jax.Array:
-        """A weight in the compute dtype, whole along the axis that data parallelism cuts."""
-        w = getattr(self, name)[...].astype(dtype)
-        return gather(rules, w, *PARAM_AXES[f"layers/{name}"][1:])
-
-    def __call__(
-        self,
-        spec: Qwen3Spec,
-        x_BxTxD: jax.Array,
-        positions_BxT: jax.Array,
-        attend: Callable[..., tuple[Any, jax.Array]],
-        options: ForwardOptions,
-    ) -> tuple[jax.Array, Any]:
-        rules = options.rules
-        w = functools.partial(self.weight, dtype=options.dtype, rules=rules)
+    def __call__(self, spec: Qwen3Spec, x_BxTxD: jax.Array, call: BlockCall) -> tuple[jax.Array, Any, Routing | None]:
+        options, rules = call.options, call.options.rules
         residual = layout(rules, "batch", "sequence", None)
+
+        def w(name: str) -> jax.Array:
+            # In the compute dtype, whole along the axis that data parallelism cuts.
+            return gather(rules, getattr(self, name)[...].astype(options.dtype), *PARAM_AXES[f"layers/{name}"][1:])
+
+        def dot(equation: str, y: jax.Array, name: str, out_sharding: Any = None) -> jax.Array:
+            out = jnp.einsum(equation, y, w(name), out_sharding=out_sharding)
+            if call.adapters is not None and name in call.adapters:
+                out += adapter_term(equation, y, name, call.adapters[name], options, out_sharding)
+            return out
+
         with jax.named_scope("attention"):
-            y_BxTxD = rms_norm(x_BxTxD, self.attn_norm[...], spec.rms_eps)
-            q_BxTxHxDh = jnp.einsum("btd,dhk->bthk", y_BxTxD, w("q"))
-            k_BxTxKxDh = jnp.einsum("btd,dhk->bthk", y_BxTxD, w("k"))
-            v_BxTxKxDh = jnp.einsum("btd,dhk->bthk", y_BxTxD, w("v"))
-            q_BxTxHxDh = rms_norm(q_BxTxHxDh, self.q_norm[...], spec.rms_eps)
-            k_BxTxKxDh = rms_norm(k_BxTxKxDh, self.k_norm[...], spec.rms_eps)
-            q_BxTxHxDh = rope(q_BxTxHxDh, positions_BxT, spec.rope_theta)
-            k_BxTxKxDh = rope(k_BxTxKxDh, positions_BxT, spec.rope_theta)
-            carry, out_BxTxHxDh = attend(q_BxTxHxDh, k_BxTxKxDh, v_BxTxKxDh)
-            x_BxTxD += jnp.einsum("bthk,hkd->btd", out_BxTxHxDh, w("o"), out_sharding=residual)
+            y_BxTxD = enter(rules, rms_norm(x_BxTxD, self.attn_norm[...], spec.rms_eps))
+            q_BxTxHxDh = rms_norm(dot("btd,dhk->bthk", y_BxTxD, "q"), self.q_norm[...], spec.rms_eps)
+            k_BxTxKxDh = rms_norm(dot("btd,dhk->bthk", y_BxTxD, "k"), self.k_norm[...], spec.rms_eps)
+            v_BxTxKxDh = dot("btd,dhk->bthk", y_BxTxD, "v")
+            q_BxTxHxDh = rope(q_BxTxHxDh, call.positions_BxT, spec.rope_theta)
+            k_BxTxKxDh = rope(k_BxTxKxDh, call.positions_BxT, spec.rope_theta)
+            carry, out_BxTxHxDh = call.attend(q_BxTxHxDh, k_BxTxKxDh, v_BxTxKxDh)
+            out_BxTxHxDh = checkpoint_name(out_BxTxHxDh, "attention")
+            x_BxTxD += dot("bthk,hkd->btd", out_BxTxHxDh, "o", residual)
+        y_BxTxD = rms_norm(x_BxTxD, self.mlp_norm[...], spec.rms_eps)
+        if spec.is_moe:
+            with jax.named_scope("experts"):
+                out_BxTxD, routing = moe_mlp(
+                    spec,
+                    y_BxTxD,
+                    w("router"),
+                    (w("experts_gate"), w("experts_up"), w("experts_down")),
+                    valid_BxT=call.valid_BxT,
+                    replay_BxTxK=call.replay_BxTxK,
+                    rules=rules,
+                    exchange=options.moe_exchange,
+                    chunk=options.moe_chunk,
+                )
+            return x_BxTxD + out_BxTxD, carry, routing
         with jax.named_scope("mlp"):
-            y_BxTxD = rms_norm(x_BxTxD, self.mlp_norm[...], spec.rms_eps)
-            gate_BxTxF = jnp.einsum("btd,df->btf", y_BxTxD, w("gate"))
-            up_BxTxF = jnp.einsum("btd,df->btf", y_BxTxD, w("up"))
-            x_BxTxD += jnp.einsum(
-                "btf,fd->btd", jax.nn.silu(gate_BxTxF) * up_BxTxF, w("down"), out_sharding=residual
-            )
-        return x_BxTxD, carry
+            y_BxTxD = enter(rules, y_BxTxD)
+            gate_BxTxF = dot("btd,df->btf", y_BxTxD, "gate")
+            up_BxTxF = dot("btd,df->btf", y_BxTxD, "up")
+            x_BxTxD += dot("btf,fd->btd", jax.nn.silu(gate_BxTxF) * up_BxTxF, "down", residual)
+        return x_BxTxD, carry, None
 
 
 class Qwen3(nnx.Module):
@@ -158,11 +212,41 @@ def _block_graph(spec: Qwen3Spec, dtype: Any) -> Any:
 
 
 def embed(params: Params, tokens_BxT: jax.Array, options: ForwardOptions) -> jax.Array:
-    """Token embeddings [B, T, D] in the compute dtype."""
+    """Token embeddings [B, T, D] in the compute dtype.
+
+    On a mesh the table stays where it is: a shard looks up its vocabulary and columns for the tokens of all shards
+    that hold other columns, and the columns change places. Neither the table nor its gradient is ever gathered.
+    """
     table_VxD = params["embed"].astype(options.dtype)
     if not mesh_active():
         return table_VxD[tokens_BxT]
-    return table_VxD.at[tokens_BxT].get(out_sharding=options.rules.spec("batch", "sequence", None))
+    rules = options.rules
+    columns, vocab = axes_of(rules.embed), axes_of(rules.vocab)
+    sequence = inner_sequence(rules)
+    meet = None  # the axis of tokens that is cut over the same devices as the table's columns
+    if columns and set(columns) <= set(axes_of(rules.batch)):
+        meet = 0
+    elif columns and sequence and columns == axes_of(rules.sequence):
+        meet = 1
+
+    def shard(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if meet is not None:
+            tokens = jax.lax.all_gather(tokens, columns, axis=meet, tiled=True)
+        local = tokens - (jax.lax.axis_index(vocab) * table.shape[0] if vocab else 0)
+        here = (local >= 0) & (local < table.shape[0])
+        x = jnp.where(here[..., None], table[jnp.where(here, local, 0)], 0)
+        x = jax.lax.psum(x, vocab) if vocab else x
+        if meet is not None:
+            return jax.lax.all_to_all(x, columns, split_axis=meet, concat_axis=2, tiled=True)
+        return x
+
+    token_spec = rules.spec("batch", sequence)
+    x_BxTxD = jax.shard_map(
+        shard,
+        in_specs=(rules.spec("vocab", "embed"), token_spec),
+        out_specs=rules.spec("batch", sequence, "embed" if meet is None else None),
+    )(table_VxD, jax.reshard(tokens_BxT, token_spec))
+    return jax.reshard(x_BxTxD, rules.spec("batch", "sequence", None))
 
 
 def decoder(
@@ -175,32 +259,58 @@ def decoder(
     *,
     options: ForwardOptions,
 ) -> tuple[jax.Array, Any]:
+    """All layers and the final norm: the hidden states [B, T, D] and the last carry. See `decoder_with_routing`."""
+    return decoder_with_routing(params, spec, x_BxTxD, positions_BxT, attend, carry, options=options)[:2]
+
+
+def decoder_with_routing(
+    params: Params,
+    spec: Qwen3Spec,
+    x_BxTxD: jax.Array,
+    positions_BxT: jax.Array,
+    attend: Attend,
+    carry: Any = None,
+    *,
+    options: ForwardOptions,
+    valid_BxT: jax.Array | None = None,
+    replay_LxBxTxK: jax.Array | None = None,
+) -> tuple[jax.Array, Any, Routing | None]:
     """All layers and the final norm.
 
     `attend` is called once a layer with the scanned `carry` (a KV cache, or None) and the layer's index; what
-    it returns is the next carry. Returns the normed hidden states [B, T, D] and the last carry.
+    it returns is the next carry. Returns the normed hidden states [B, T, D], the last carry, and the routers'
+    choices stacked over layers (None for a dense model). `params["lora"]`, where present, is applied unmerged.
     Where `params["layers"]` is a tuple of per-layer trees instead of one stacked tree, layers are unrolled and
     the index is a Python int: XLA on CPU copies what a scan slices out of a stack, decoding pays for it.
     """
     graph = _block_graph(spec, jnp.float32)
+    positions_BxT = enter(options.rules, positions_BxT)
+    adapters = params.get("lora")
 
-    def layer(state: tuple[jax.Array, Any], scanned: tuple[Params, jax.Array]) -> tuple[Any, None]:
+    def layer(state: tuple[jax.Array, Any], scanned: tuple[Any, ...]) -> tuple[Any, Routing | None]:
         x, carry = state
-        weights, index = scanned
-        block = nnx.merge(graph, weights)
-        x, carry = block(spec, x, positions_BxT, functools.partial(attend, carry, index), options)
-        return (x, carry), None
+        weights, index, adapters, replay = scanned
+        call = BlockCall(
+            positions_BxT, functools.partial(attend, carry, index), options, adapters, valid_BxT, replay
+        )
+        x, carry, routing = nnx.merge(graph, weights)(spec, x, call)
+        return (x, carry), routing
 
     if options.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[options.remat], prevent_cse=False)
     if isinstance(params["layers"], tuple):
+        routings = []
         for index, weights in enumerate(params["layers"]):
-            (x_BxTxD, carry), _ = layer((x_BxTxD, carry), (weights, index))
+            of_layer = lambda tree: jax.tree.map(lambda a: a[index], tree)  # noqa: B023, E731
+            (x_BxTxD, carry), routing = layer(
+                (x_BxTxD, carry), (weights, index, of_layer(adapters), of_layer(replay_LxBxTxK))
+            )
+            routings.append(routing)
+        routing = jax.tree.map(lambda *r: jnp.stack(r), *routings)
     else:
-        (x_BxTxD, carry), _ = jax.lax.scan(
-            layer, (x_BxTxD, carry), (params["layers"], jnp.arange(spec.n_layers))
-        )
-    return rms_norm(x_BxTxD, params["final_norm"], spec.rms_eps), carry
+        scanned = (params["layers"], jnp.arange(spec.n_layers), adapters, replay_LxBxTxK)
+        (x_BxTxD, carry), routing = jax.lax.scan(layer, (x_BxTxD, carry), scanned)
+    return rms_norm(x_BxTxD, params["final_norm"], spec.rms_eps), carry, routing
 
 
 def output_matrix(params: Params, options: ForwardOptions) -> jax.Array:
@@ -225,18 +335,37 @@ def forward(
     options: ForwardOptions = ForwardOptions(),
 ) -> jax.Array:
     """Hidden states [B, T, D] of packed rows: a token sees earlier tokens of its own segment only."""
+    return forward_with_routing(params, spec, tokens_BxT, positions_BxT, segment_ids_BxT, options=options)[0]
+
+
+def forward_with_routing(
+    params: Params,
+    spec: Qwen3Spec,
+    tokens_BxT: jax.Array,
+    positions_BxT: jax.Array,
+    segment_ids_BxT: jax.Array,
+    *,
+    options: ForwardOptions = ForwardOptions(),
+    replay_LxBxTxK: jax.Array | None = None,
+) -> tuple[jax.Array, Routing | None]:
+    """`forward`, and the routers' choices [L, ...] (None for a dense model); `replay_LxBxTxK` fixes the choices."""
+    rules = options.rules
 
     def attend(carry: None, _: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[None, jax.Array]:
-        out = attention_xla(
-            q,
-            k,
-            v,
-            q_positions_BxT=positions_BxT,
-            kv_positions_BxS=positions_BxT,
-            q_segments_BxT=segment_ids_BxT,
-            kv_segments_BxS=segment_ids_BxT,
-        )
-        return carry, out
+        places = dict(positions_BxT=positions_BxT, segments_BxT=segment_ids_BxT)
+        return carry, attention(q, k, v, **places, rules=rules, backend=options.attention)
 
     x_BxTxD = embed(params, tokens_BxT, options)
-    return decoder(params, spec, x_BxTxD, positions_BxT, attend, options=options)[0]
+    x_BxTxD, _, routing = decoder_with_routing(
+        params,
+        spec,
+        x_BxTxD,
+        positions_BxT,
+        attend,
+        options=options,
+        valid_BxT=segment_ids_BxT > 0,
+        replay_LxBxTxK=replay_LxBxTxK,
+    )
+    if mesh_active() and rules.sequence is not None:
+        x_BxTxD = jax.reshard(x_BxTxD, rules.spec("batch", None, None))
+    return x_BxTxD, routing

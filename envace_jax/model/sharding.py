@@ -59,6 +59,27 @@ def layout(rules: Rules, *logical: str | None) -> P | None:
     return rules.spec(*logical) if mesh_active() else None
 
 
+def axes_of(axis: Axis) -> tuple[str, ...]:
+    """A rule's mesh axes as a tuple."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
+
+
+def inner_sequence(rules: Rules) -> str | None:
+    """How the sequence is cut inside a block: not at all where the rules cut it over the axis of the heads.
+
+    Then only the residual stream is cut: a block's first product reads whole rows, its last one cuts them again.
+    A sequence that has an axis of its own stays cut, and attention gathers keys and values along it.
+    """
+    return None if rules.sequence is None or rules.sequence == rules.heads else "sequence"
+
+
+def enter(rules: Rules, x: jax.Array) -> jax.Array:
+    """[B, T, ...] from the residual stream's layout into the one inside a block (`inner_sequence`)."""
+    if not mesh_active() or rules.sequence is None or rules.sequence != rules.heads:
+        return x
+    return jax.reshard(x, rules.spec("batch", *(None,) * (x.ndim - 1)))
+
+
 def gather(rules: Rules, x: jax.Array, *logical: str | None) -> jax.Array:
     """Brings a weight into the layout in which it is used (whole along `embed`)."""
     return jax.reshard(x, rules.gathered(*logical)) if mesh_active() else x
@@ -98,6 +119,12 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "layers/experts_down": ("layers", "experts", "ffn", "embed"),
 }
 """Logical axes of every parameter, by its path in the tree."""
+
+for _name in ("q", "k", "v", "o", "gate", "up", "down"):
+    _, *_axes = PARAM_AXES[f"layers/{_name}"]
+    _inner = 2 if _name == "o" else 1  # how many of a weight's axes the input is contracted with
+    PARAM_AXES[f"lora/{_name}/a"] = ("layers", *_axes[:_inner], None)
+    PARAM_AXES[f"lora/{_name}/b"] = ("layers", None, *_axes[_inner:])
 
 
 def param_path(path: Sequence[Any]) -> str:
