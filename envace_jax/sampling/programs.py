@@ -102,8 +102,8 @@ def decode(
     its token limit, or when its logits are not finite (that token is not counted). The loop returns early once
     the iterations that stopped rows sat through, summed over rows, reach `patience`, or no row is live.
 
-    Returns the cache (donated in, aliased out), int32 [B, C + 2] (tokens, number of tokens, finish code) and
-    float32 [B, C] log-probabilities.
+    Returns the cache (donated in, aliased out), int32 [B, C + 3] (tokens, number of tokens, finish code, number of
+    iterations) and float32 [B, C] log-probabilities.
     """
     b = ints_BxN.shape[0]
     length_B, limit_B = ints_BxN[:, LENGTH_COLUMN], ints_BxN[:, REMAINING]
@@ -171,9 +171,10 @@ def decode(
         jnp.zeros((b, chunk), jnp.float32),
         buffer,
     )
-    _, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, buffer = jax.lax.while_loop(more, advance, state)
+    n, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, buffer = jax.lax.while_loop(more, advance, state)
     main = kv_cache.merge(main, buffer, length_B)
-    return main, jnp.concatenate([tokens_BxC, count_B[:, None], finish_B[:, None]], axis=1), logps_BxC
+    facts_Bx3 = jnp.stack([count_B, finish_B, jnp.full_like(count_B, n)], axis=1)
+    return main, jnp.concatenate([tokens_BxC, facts_Bx3], axis=1), logps_BxC
 
 
 def prefill(
@@ -211,7 +212,8 @@ def unstack_layers(params: Any, spec: Qwen3Spec) -> Any:
     layers = params["layers"]
     if isinstance(layers, tuple):
         return params
-    return {**params, "layers": tuple(jax.tree.map(lambda w: w[i], layers) for i in range(spec.n_layers))}
+    one = lambda i: jax.tree.map(lambda w: w[i], layers)  # noqa: E731
+    return {**params, "layers": tuple(map(one, range(spec.n_layers)))}
 
 
 def copy(target: KVCache, source: KVCache, moves_Rx2: jax.Array, *, length: int) -> KVCache:
