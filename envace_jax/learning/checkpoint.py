@@ -9,7 +9,6 @@ step, and says which newer ones it passed over and why.  Older steps go when a n
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -257,10 +256,3 @@ class Checkpoints:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-def save_meta_json(path: Path, value: Any) -> None:
-    """Writes a small JSON file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1, sort_keys=True))
-    os.replace(temporary, path)

@@ -42,6 +42,14 @@ def trajectory_metrics(trajectories: Sequence[Any], advantages: Sequence[Mapping
         "reward/full": _mean([float(t.reward > 1 - 1e-6) for t in scored]),
         "trajectories": float(len(trajectories)),
         "masked/share": 1 - len(scored) / n,
+        "act/parsed": _mean(
+            [
+                float(step.output.error_code is None and not step.output.truncated)
+                for t in trajectories
+                for turn in t.transcript
+                for step in turn.steps
+            ]
+        ),
         "turns/mean": _mean([float(len(t.transcript)) for t in trajectories]),
     }
     out |= {f"groups/{name.removeprefix('groups_')}": v for name, v in group_spread(trajectories).items()}

@@ -122,7 +122,7 @@ class Update:
         self.optimizer = config.optimizer()
         self.capacity = config.capacity
         self.compile_seconds: dict[str, float] = {}
-        self._programs: dict[tuple[str, int], Any] = {}
+        self._programs: dict[tuple[str, int, str], Any] = {}
         if mesh is not None:
             shards = int(np.prod([mesh.shape[a] for a in _axes(rules.batch)]))
             if config.rows % shards:
@@ -276,19 +276,22 @@ class Update:
             )
 
     def _program(self, name: str, capacity: int, argument: Any) -> Any:
-        key = (name, capacity)
+        dtype = str(jax.tree.leaves(argument)[0].dtype)
+        key = (name, capacity, dtype if name == "score" else "")
         if key not in self._programs:
             started = time.monotonic()
             lower = self.lower_update if name == "update" else self.lower_score
             self._programs[key] = lower(argument, capacity).compile()
-            self.compile_seconds[f"{name}[{capacity}]"] = time.monotonic() - started
+            self.compile_seconds["/".join(map(str, key))] = time.monotonic() - started
         return self._programs[key]
 
-    def compile(self, state: State) -> None:
+    def compile(self, state: State, reference: Params | None = None) -> None:
         """Compiles what a run will call, before it starts."""
         self._program("update", self.capacity, state)
-        if not self.config.loss.own_old or self.config.loss.kl_coef > 0:
+        if not self.config.loss.own_old:
             self._program("score", self.capacity, state["params"])
+        if reference is not None:
+            self._program("score", self.capacity, reference)
 
     # Calls
 

@@ -1,0 +1,77 @@
+"""The training variants: which parameter sets there are, which roles train them, and who answers a call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from envace_jax.config import UserError
+from envace_jax.rehearsal.observers import EndpointObserver, Observer, RealObserver, observe_recorded
+from envace_jax.text.transcript import Role
+
+SHARED = {"policy": (Role.ACT, Role.REHEARSE)}
+ACT_ONLY = {"policy": (Role.ACT,)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One variant.
+
+    learners: trained parameter sets and the roles whose outputs train them.  frozen: sets that keep the initial
+    parameters.  act_params, rehearse_params: the set that each role samples from.  observe: answers the calls in
+    REHEARSE's place.
+    """
+
+    baseline: str
+    learners: dict[str, tuple[Role, ...]]
+    frozen: tuple[str, ...] = ()
+    act_params: str = "policy"
+    rehearse_params: str = "policy"
+    observe: Observer | None = None
+    observe_workers: int = 0
+
+
+def make_arm(cfg: ConfigDict) -> Arm:
+    """The arm that the configuration names.
+
+    `envace`: shared parameters, a baseline for each role.  `single_baseline`: the same with one baseline.  `per_role`:
+    a parameter set for each role.  `frozen_rehearse`: the initial policy rehearses.  `recorded`, `real_env`,
+    `act_only_endpoint`: nobody rehearses; records, a real environment or an outside simulator answer.
+    """
+    name, baseline = cfg.learning.arm, cfg.learning.baseline
+    if name == "envace":
+        return Arm(baseline, SHARED)
+    if name == "single_baseline":
+        return Arm("single", SHARED)
+    if name == "per_role":
+        learners = {"policy": (Role.ACT,), "rehearse": (Role.REHEARSE,)}
+        return Arm(baseline, learners, rehearse_params="rehearse")
+    if name == "frozen_rehearse":
+        return Arm(baseline, ACT_ONLY, frozen=("frozen",), rehearse_params="frozen")
+    if name == "recorded":
+        return Arm(baseline, ACT_ONLY, observe=observe_recorded)
+    if name == "real_env":
+        return Arm(baseline, ACT_ONLY, observe=RealObserver())
+    if name == "act_only_endpoint":
+        workers = int(cfg.rollout.simulator.concurrency)
+        return Arm(baseline, ACT_ONLY, observe=_simulator(cfg), observe_workers=workers)
+    raise UserError(f"learning.arm='{name}': expected one of the arms that `envace_jax config` lists")
+
+
+class SimulatorFailed(RuntimeError):
+    """The outside simulator gave no answer: the trajectory is masked."""
+
+
+def _simulator(cfg: ConfigDict) -> EndpointObserver:
+    from envace_jax.endpoint import Endpoint, EndpointSettings
+
+    endpoint = Endpoint(EndpointSettings.from_config(cfg.rollout.simulator))
+
+    def ask(system: str, user: str) -> str:
+        done = endpoint.complete([{"role": "system", "content": system}, {"role": "user", "content": user}])
+        if done.text is None:
+            raise SimulatorFailed(f"{done.cause}: {done.detail}")
+        return done.text
+
+    return EndpointObserver(ask)

@@ -1,0 +1,121 @@
+"""The folder of one run: its configuration, the facts of its start, and the guard against two runs in one place."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from envace_jax.config import UserError, flat
+
+# What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
+FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+OURS = ("config.json", "start.json", "metrics.jsonl", "trajectories.jsonl", "summary.json", "reward.png")
+OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps")
+
+
+def config_values(cfg: ConfigDict) -> dict[str, Any]:
+    """The configuration as JSON data, by full key names."""
+    return json.loads(json.dumps(dict(flat(cfg)), default=list))
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Keys that make it another run, with both values."""
+    names = sorted(before.keys() | now.keys())
+    return [
+        f"{name}: {before.get(name)!r} there, {now.get(name)!r} here"
+        for name in names
+        if not name.startswith(FREE) and name in before and name in now and before[name] != now[name]
+    ]
+
+
+@contextmanager
+def open_run_dir(cfg: ConfigDict) -> Iterator[Path]:
+    """Makes or takes up the run's folder and holds its lock.
+
+    Raises `UserError` when another process trains there, or when it holds a run with another configuration and
+    `overwrite` is off.
+    """
+    folder = Path(cfg.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise UserError(f"run_dir='{folder}': cannot be written ({error.strerror})") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"run_dir='{folder}': another process is training there") from None
+        path = folder / "config.json"
+        values = config_values(cfg)
+        if path.exists():
+            if cfg.overwrite:
+                clear(folder)
+            elif changed := changed_keys(json.loads(path.read_text()), values):
+                more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
+                raise UserError(
+                    f"run_dir='{folder}' holds a run with another configuration: {'; '.join(changed[:3])}{more}; "
+                    "name another run_dir, or start anew with --config.overwrite=true"
+                )
+        write_json(path, values)
+        if not (folder / "start.json").exists():
+            write_json(folder / "start.json", facts())
+        yield folder
+
+
+def clear(folder: Path) -> None:
+    """Removes what a run writes, and nothing else that may lie in the folder."""
+    for name in OURS:
+        (folder / name).unlink(missing_ok=True)
+    for name in OUR_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def facts() -> dict[str, Any]:
+    """Versions, host, devices and git state at the start of a run."""
+    import jax
+
+    def git(*words: str) -> str:
+        try:
+            done = subprocess.run(
+                ("git", *words), capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout.strip()
+
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "processes": jax.process_count(),
+        "devices": sorted({d.device_kind for d in jax.devices()}),
+        "device_count": jax.device_count(),
+        "git": {"commit": git("rev-parse", "HEAD"), "changed_files": len(git("status", "--porcelain").splitlines())},
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a small JSON file atomically."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

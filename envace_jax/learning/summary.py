@@ -1,0 +1,149 @@
+"""Measuring a policy during a run, and what a run says of itself at its end: figures, checks, a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from envace_jax.datasets.records import Task
+from envace_jax.learning.metrics import Metrics, read_metrics, trajectory_metrics
+from envace_jax.rehearsal.grounding import Grounding
+from envace_jax.rehearsal.rollout import rollout
+from envace_jax.rehearsal.settings import RolloutConfig
+from envace_jax.rewards.judge import Judge
+
+HEADLINES = (
+    ("real_greedy", "success in the real environment, greedy"),
+    ("real_sampled", "success in the real environment, T = 1"),
+    ("rehearsed", "success in rehearsal"),
+    ("fidelity_json_equal", "fidelity: rehearsed = real response"),
+    ("reward", "reward in rehearsal"),
+)
+
+
+def evaluate_policy(
+    cfg: ConfigDict,
+    tasks: Sequence[Task],
+    *,
+    engine: Any,
+    chat: Any,
+    rollout_config: RolloutConfig,
+    judge: Judge,
+    grounding: Grounding | None,
+) -> Metrics:
+    """Figures on held-out tasks, `eval/...`: against the real environment for quickstart tasks, else the reward of
+    rehearsed episodes."""
+    if not tasks:
+        return {}
+    if all(task.meta.get("environment") == "quickstart" for task in tasks):
+        from envace_jax.evaluation.quickstart import evaluate
+
+        figures = evaluate(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding)
+        return {f"eval/{name}": float(value) for name, value in figures.items()}
+    e = cfg.evaluation
+    config = dataclasses.replace(rollout_config, temperature=e.temperature, top_p=e.top_p, top_k=0)
+    played = rollout(
+        tasks,
+        engine=engine,
+        chat=chat,
+        cfg=config,
+        judge=judge,
+        step=-1,
+        seed=cfg.seed,
+        group_size=e.samples,
+        grounding=grounding,
+    )
+    figures = trajectory_metrics(list(played))
+    return {
+        "eval/reward": figures["reward/mean"],
+        "eval/full": figures["reward/full"],
+        "eval/masked": figures["masked/share"],
+        "eval/act_parsed": figures["act/parsed"],
+    }
+
+
+def checks(records: Sequence[Mapping[str, Any]], changed: bool) -> list[tuple[str, bool]]:
+    """Whether the run did what a training run does, as (statement, holds)."""
+    steps = [r for r in records if "reward/mean" in r]
+
+    def best(name: str) -> float:
+        return max((float(r.get(name) or 0.0) for r in steps), default=0.0)
+
+    outputs = sum(float(r.get("outputs/act", 0.0)) for r in steps)
+    parsed = sum(float(r.get("act/parsed", 0.0)) * float(r.get("outputs/act", 0.0)) for r in steps) / max(outputs, 1e-9)
+    spread = min((float(r.get("groups/without_spread", 1.0)) for r in steps), default=1.0)
+    asked = best("outputs/rehearse")
+    return [
+        (f"at least 30% of ACT outputs parse ({parsed:.0%})", parsed >= 0.3),
+        (f"REHEARSE was called ({asked:.1f} times a trajectory at most)", asked > 0),
+        (f"some group has spread (at best {1 - spread:.0%} of a step's groups)", spread < 1.0),
+        (f"the gradient norm is above 0 ({best('grad_norm'):.3g} at most)", best("grad_norm") > 0),
+        ("parameters changed", changed),
+    ]
+
+
+def before_and_after(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """The first and the last evaluation of a run."""
+    found = [r for r in records if any(name.startswith("eval/") for name in r)]
+    if not found:
+        return {}, {}
+
+    def figures(record: Mapping[str, Any]) -> dict[str, float]:
+        return {k.removeprefix("eval/"): v for k, v in record.items() if k.startswith("eval/") and v is not None}
+
+    return figures(found[0]), figures(found[-1])
+
+
+def summary_lines(run_dir: Path, changed: bool) -> list[str]:
+    """What is printed at the end of a run."""
+    records = read_metrics(run_dir)
+    steps = [r for r in records if "reward/mean" in r]
+    lines = [f"run: {run_dir}"]
+    if steps:
+        k = max(1, len(steps) // 10)
+        first = sum(r["reward/mean"] for r in steps[:k]) / k
+        last = sum(r["reward/mean"] for r in steps[-k:]) / k
+        lines.append(f"reward in training: {first:.3f} (first {k} steps) -> {last:.3f} (last {k} steps)")
+    before, after = before_and_after(records)
+    for name, title in HEADLINES:
+        if name in before and name in after:
+            lines.append(f"held-out {title}: {before[name]:.3f} before, {after[name]:.3f} after")
+    lines += [f"check {'ok    ' if holds else 'FAILED'} {text}" for text, holds in checks(records, changed)]
+    return lines
+
+
+def plot(run_dir: Path) -> Path | None:
+    """Reward by step, by role, and the held-out figures, as a PNG; None when there is nothing to draw."""
+    records = read_metrics(run_dir)
+    steps = [r for r in records if "reward/mean" in r]
+    if not steps:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    x = [r["step"] for r in steps]
+    for name, label, style in (
+        ("reward/mean", "reward", "-"),
+        ("reward/act", "reward over ACT outputs", ":"),
+        ("reward/rehearse", "reward over REHEARSE outputs", "--"),
+    ):
+        axes.plot(x, [r.get(name) for r in steps], style, label=label)
+    for name, label in HEADLINES[:4]:
+        points = [(r["step"], r[f"eval/{name}"]) for r in records if r.get(f"eval/{name}") is not None]
+        if points:
+            axes.plot(*zip(*points), "o-", label=f"held-out {label}")
+    axes.set(xlabel="step", ylim=(-0.02, 1.02), title=run_dir.name)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small", loc="lower right")
+    figure.tight_layout()
+    path = run_dir / "reward.png"
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,464 @@
+"""The training loop: tasks, rollouts, advantages, update, hand-over, metrics, checkpoint.
+
+`run_train` is to be read from top to bottom.  Everything that a step needs beyond the configuration lies in `Run`;
+what has to survive a kill (`Run.position`) is written with every checkpoint, so that the same command goes on with the
+next step and ends with the parameters of an unbroken run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for
+from envace_jax.config import UserError
+from envace_jax.datasets.pipeline import TaskIterator, task_iterator
+from envace_jax.datasets.records import Task
+from envace_jax.datasets.sources import load_tasks, source_counts
+from envace_jax.learning.advantage import duplicate_outputs, group_spread, role_advantages
+from envace_jax.learning.arms import Arm, make_arm
+from envace_jax.learning.checkpoint import Checkpoints
+from envace_jax.learning.learner import Learner, update_config
+from envace_jax.learning.metrics import Display, Metrics, Sink, red_flags, trajectory_metrics
+from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
+from envace_jax.learning.run_dir import open_run_dir, write_json
+from envace_jax.learning.step import make_update
+from envace_jax.learning.summary import evaluate_policy, plot, summary_lines
+from envace_jax.rehearsal.grounding import Grounding, make_grounding
+from envace_jax.rehearsal.rollout import rollout
+from envace_jax.rehearsal.settings import RolloutConfig
+from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
+from envace_jax.rewards.judge import Judge
+from envace_jax.text.transcript import Role
+
+MAX_DRAWS = 4  # batches of tasks that dynamic sampling may draw for one step
+PREEMPTED = 75  # exit status after SIGTERM: the same command goes on
+
+
+class Preempted(KeyboardInterrupt):
+    """SIGTERM: the step under way is given up, the state after the last whole step is saved."""
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts of a run, and its position: `step` whole steps are done."""
+
+    cfg: ConfigDict
+    folder: Path
+    arm: Arm
+    chat: Any
+    spec: Any
+    rollout: RolloutConfig
+    grounding: Grounding | None
+    judge: Judge
+    engine: Any
+    learners: dict[str, Learner]
+    data: TaskIterator
+    held_out: list[Task]
+    checkpoints: Checkpoints
+    sink: Sink
+    trajectories: TrajectoryWriter | None
+    display: Display
+    initial: dict[str, Any]  # digest of the initial parameters, by set
+    step: int = 0
+    bad_steps: int = 0
+    totals: dict[str, float] = dataclasses.field(default_factory=dict)
+    position: dict[str, Any] = dataclasses.field(default_factory=dict)
+    saved: int = -1
+
+    def mark(self) -> None:
+        """Notes where everything stands after a whole step: what a checkpoint of this step holds."""
+        files = {"metrics": self.sink.sync()}
+        if self.trajectories is not None:
+            files["trajectories"] = self.trajectories.path.stat().st_size
+        self.position = {
+            "step": self.step,
+            "seed": self.cfg.seed,
+            "data": self.data.get_state(),
+            "files": files,
+            "totals": dict(self.totals),
+            "bad_steps": self.bad_steps,
+            "initial": self.initial,
+            "model": self.spec.to_hf_config(),
+        }
+
+    def save(self) -> None:
+        """Begins the checkpoint of the last whole step."""
+        if self.saved == self.step:
+            return
+        self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
+        self.saved = self.step
+
+    def hand_over(self) -> None:
+        """Gives the engine the new parameters."""
+        for name, learner in self.learners.items():
+            self.engine.set_params(learner.compute_copy(), name)
+
+
+def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
+    """Trains until `learning.steps` steps are done; the same command goes on where a killed run stood.
+
+    Returns the exit status: 0, or `PREEMPTED` after SIGTERM.
+    """
+    if cfg.dry_run:
+        from envace_jax.report.dry_run import run_dry
+
+        return run_dry(cfg)
+    with open_run_dir(cfg) as folder, prepare(cfg, folder) as run, sigterm_raises():
+        try:
+            if run.step == 0 and cfg.evaluation.at_start and not run.position:
+                run.sink.write(0, evaluate(run, "before training"))
+                run.mark()
+            while run.step < cfg.learning.steps:
+                metrics = train_step(run)
+                done = run.step + 1
+                last = done == cfg.learning.steps
+                if (cfg.evaluation.every and done % cfg.evaluation.every == 0) or (last and cfg.evaluation.at_end):
+                    metrics |= evaluate(run, f"after step {done}")
+                run.step = done
+                run.sink.write(done, metrics)
+                run.mark()
+                if last or done % cfg.checkpoint.every == 0:
+                    run.save()
+                report(run, metrics)
+        except KeyboardInterrupt as interrupt:
+            run.display.say(f"interrupted: saving step {run.step}; the same command goes on from there")
+            run.save()
+            run.checkpoints.wait()
+            if isinstance(interrupt, Preempted):
+                return PREEMPTED
+            raise
+        run.checkpoints.wait()
+        finish(run)
+    return 0
+
+
+def train_step(run: Run) -> Metrics:
+    """One step: everything between two states of the parameters."""
+    started = time.perf_counter()
+    step, metrics = run.step, {}
+    timings: dict[str, float] = {}
+    trajectories = collect(run, timings)
+    metrics["time/rollout"] = time.perf_counter() - started
+
+    advantages, copies = credit(run.cfg, run.arm, trajectories, step)
+    began = time.perf_counter()
+    for name, learner in run.learners.items():
+        prefix = "" if name == "policy" else f"{name}/"
+        rows = rows_of(trajectories, advantages, copies, run.arm.learners[name])
+        figures = learner.learn(rows, step)
+        metrics |= {prefix + key: value for key, value in figures.items()}
+    metrics["time/learn"] = time.perf_counter() - began
+
+    began = time.perf_counter()
+    run.hand_over()
+    metrics["time/handover"] = time.perf_counter() - began
+
+    metrics |= trajectory_metrics(trajectories, advantages)
+    if run.trajectories is not None:
+        for trajectory in trajectories:
+            run.trajectories.write(trajectory, step=step)
+    guard(run, metrics)
+    metrics |= throughput(run, trajectories, timings, metrics)
+    metrics["time/step"] = time.perf_counter() - started
+    return metrics
+
+
+def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
+    """The step's trajectories by group and member: one batch of tasks, or with dynamic sampling as many batches as it
+    takes (at most `MAX_DRAWS`) until enough groups have spread."""
+    cfg, arm = run.cfg, run.arm
+    wanted = cfg.learning.prompts_per_step
+    kept: list[Trajectory] = []
+    for draw in range(MAX_DRAWS if cfg.learning.dynamic_sampling else 1):
+        played = rollout(
+            next(run.data),
+            engine=run.engine,
+            chat=run.chat,
+            cfg=run.rollout,
+            judge=run.judge,
+            step=run.step,
+            seed=cfg.seed,
+            group_size=cfg.learning.group_size,
+            first_group=draw * wanted,
+            observe=arm.observe,
+            grounding=run.grounding,
+            timings=(part := {}),
+        )
+        kept += sorted(played, key=lambda t: (t.group, t.member))
+        for name, seconds in part.items():
+            timings[name] = timings.get(name, 0.0) + seconds
+        spread = [g for g in sorted({t.group for t in kept}) if has_spread(kept, g)]
+        if len(spread) >= wanted:
+            break
+    if cfg.learning.dynamic_sampling:
+        rest = [g for g in sorted({t.group for t in kept}) if g not in spread]
+        chosen = set((spread + rest)[:wanted])
+        kept = [t for t in kept if t.group in chosen]
+    return kept
+
+
+def has_spread(trajectories: Sequence[Trajectory], group: int) -> bool:
+    return group_spread([t for t in trajectories if t.group == group])["groups_without_spread"] == 0.0
+
+
+def credit(
+    cfg: ConfigDict, arm: Arm, trajectories: Sequence[Trajectory], step: int
+) -> tuple[list[dict[Role, float]], list[list[int]] | None]:
+    """Advantages by trajectory and role, and the reference code's extra copies of outputs where it is asked for."""
+    rows = cfg.learning.population == "rows"
+    copies = duplicate_outputs(trajectories, 128, cfg.seed + step) if rows else None
+    advantages = role_advantages(
+        trajectories,
+        population=cfg.learning.population,
+        baseline=arm.baseline,
+        std_norm=cfg.learning.std_norm,
+        extra_copies=copies,
+    )
+    if cfg.learning.shuffle_advantages:
+        rng = random.Random(f"shuffle/{cfg.seed}/{step}")
+        for role in Role:
+            holders = [a for a in advantages if role in a]
+            values = [a[role] for a in holders]
+            rng.shuffle(values)
+            for holder, value in zip(holders, values):
+                holder[role] = value
+    return advantages, copies
+
+
+def rows_of(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[dict[Role, float]],
+    copies: Sequence[Sequence[int]] | None,
+    roles: Sequence[Role],
+) -> list[TrainRow]:
+    """Training rows of these roles."""
+    codes = {ROLE_CODES[role] for role in roles}
+    rows = [
+        row
+        for i, trajectory in enumerate(trajectories)
+        for row in train_rows(trajectory, advantages[i], copies[i] if copies is not None else None)
+    ]
+    return [row for row in rows if int(row.role[0]) in codes]
+
+
+def guard(run: Run, metrics: Metrics) -> None:
+    """Stops the run when going on would make it worse; the state is that of the last good step."""
+    cfg = run.cfg
+    limit = cfg.learning.max_probability_error
+    for name in run.learners:
+        prefix = "" if name == "policy" else f"{name}/"
+        if metrics.get(f"{prefix}exp_drift", 0.0) > limit:
+            raise UserError(
+                f"step {run.step + 1}: sampler and learner disagree: mean exp|dlogp| is "
+                f"{metrics[f'{prefix}exp_drift']:.3f}, the limit learning.max_probability_error is {limit}. The update "
+                "was not taken. Compare model.dtype and model.attention, or look for NaN; the limit is there because "
+                "training on wrong probabilities ruins a policy"
+            )
+    run.bad_steps = run.bad_steps + 1 if metrics.get("skipped", 0.0) else 0
+    if run.bad_steps >= cfg.learning.max_bad_steps:
+        raise UserError(
+            f"step {run.step + 1}: {run.bad_steps} steps in a row had a gradient that is not finite "
+            f"(learning.max_bad_steps); their batches lie in {run.folder / 'bad_steps'}; lower learning.lr"
+        )
+    share = cfg.rewards.max_no_verdict_share
+    if metrics["masked/share"] > share and metrics["trajectories"] >= 8:
+        run.display.say(
+            f"step {run.step + 1}: {metrics['masked/share']:.0%} of trajectories have no verdict "
+            f"(rewards.max_no_verdict_share={share})"
+        )
+
+
+def throughput(run: Run, trajectories: Sequence[Trajectory], timings: dict[str, float], metrics: Metrics) -> Metrics:
+    """Tokens a second, time by part of a rollout, and running totals."""
+    sampled = sum(len(s.ids) for t in trajectories for s in t.segments)
+    out = {f"time/rollout_{name}": seconds for name, seconds in timings.items()}
+    out["tokens_per_s/sampled"] = sampled / max(metrics["time/rollout"], 1e-9)
+    out["tokens_per_s/learned"] = metrics.get("tokens_packed", 0.0) / max(metrics["time/learn"], 1e-9)
+    stats = run.engine.stats() if hasattr(run.engine, "stats") else {}
+    out |= {f"engine/{name}": float(value) for name, value in stats.items()}
+    for name, value in (("trajectories", len(trajectories)), ("tokens_sampled", sampled)):
+        run.totals[name] = run.totals.get(name, 0.0) + value
+        out[f"total/{name}"] = run.totals[name]
+    run.totals.setdefault("length_first/act", metrics["length/act"])
+    out["length_first/act"] = run.totals["length_first/act"]
+    return out
+
+
+def evaluate(run: Run, when: str) -> Metrics:
+    """Held-out figures of the policy as it is."""
+    tasks = run.held_out[: run.cfg.evaluation.tasks]
+    run.display.phase(f"evaluating {when} on {len(tasks)} held-out tasks")
+    began = time.perf_counter()
+    figures = evaluate_policy(
+        run.cfg,
+        tasks,
+        engine=run.engine,
+        chat=run.chat,
+        rollout_config=run.rollout,
+        judge=run.judge,
+        grounding=run.grounding,
+    )
+    shown = ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in figures.items() if not k.endswith("_n"))
+    run.display.say(f"held-out, {when}: {shown}")
+    return figures | {"time/eval": time.perf_counter() - began}
+
+
+def report(run: Run, metrics: Metrics) -> None:
+    run.display.step(run.step, metrics)
+    for line in red_flags(metrics):
+        run.display.say(f"step {run.step}: look: {line}")
+
+
+def finish(run: Run) -> None:
+    """Says where the run lies and what it did."""
+    run.display.close()
+    changed = any(x.digest() != run.initial[name] for name, x in run.learners.items())
+    picture = plot(run.folder)
+    lines = summary_lines(run.folder, changed)
+    write_json(run.folder / "summary.json", {"steps": run.step, "lines": lines})
+    for line in lines + ([f"plot: {picture}"] if picture else []):
+        print(line)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends the step under way and saves, as Ctrl-C does, with its own exit status."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raise_preempted(*_: Any) -> None:
+        raise Preempted
+
+    before = signal.signal(signal.SIGTERM, raise_preempted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
+    """Puts the parts of a run together, compiles, and restores the newest whole checkpoint if there is one."""
+    display = Display(cfg.learning.steps, enabled=cfg.metrics.progress)
+    try:
+        display.phase("loading")
+        train, held_out = load_tasks(cfg.data)
+        chat = chat_format(cfg)
+        mesh = mesh_for(cfg)
+        context = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
+        with context:
+            spec, params = load_model(cfg, chat, mesh)
+            if cfg.warmstart.steps:
+                from envace_jax.learning.warmstart import warm_started
+
+                params = warm_started(cfg, folder, train, chat, spec, params, mesh, display)
+            arm = make_arm(cfg)
+            update = make_update(spec, update_config(cfg, mesh), mesh)
+            learners = {name: Learner(cfg, update, params, name, folder) for name in arm.learners}
+            checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, display.say)
+            position = restore(cfg, checkpoints, learners, display)
+            display.phase("compiling")
+            for learner in learners.values():
+                learner.compile()
+            engine = make_engine(cfg, spec, learners["policy"].compute_copy())
+            for name in arm.frozen:
+                engine.set_params(update.compute_copy(update.place_params(params)), name)
+            for name in set(learners) - {"policy"}:
+                engine.set_params(learners[name].compute_copy(), name)
+            run = Run(
+                cfg=cfg,
+                folder=folder,
+                arm=arm,
+                chat=chat,
+                spec=spec,
+                rollout=RolloutConfig.from_config(
+                    cfg,
+                    act_params=arm.act_params,
+                    rehearse_params=arm.rehearse_params,
+                    observe_workers=arm.observe_workers,
+                ),
+                grounding=make_grounding(cfg.rollout.grounding),
+                judge=make_judge(cfg),
+                engine=engine,
+                learners=learners,
+                data=task_iterator(
+                    train,
+                    seed=cfg.seed,
+                    batch_size=cfg.learning.prompts_per_step,
+                    state=position.get("data"),
+                ),
+                held_out=held_out,
+                checkpoints=checkpoints,
+                sink=Sink(
+                    folder,
+                    tensorboard=cfg.metrics.tensorboard,
+                    length=position.get("files", {}).get("metrics", 0),
+                    step=position.get("step", 0),
+                ),
+                trajectories=trajectory_file(cfg, folder, position),
+                display=display,
+                initial=position.get("initial") or {name: x.digest() for name, x in learners.items()},
+                step=position.get("step", 0),
+                bad_steps=position.get("bad_steps", 0),
+                totals=dict(position.get("totals", {})),
+                position=position,
+                saved=position.get("step", -1),
+            )
+            fingerprint = run.data.get_state()["fingerprint"]
+            sources = {"train": source_counts(train), "held_out": source_counts(held_out)}
+            write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
+            if not position:
+                run.mark()
+                run.position = {}
+            try:
+                yield run
+            finally:
+                run.sink.close()
+                if run.trajectories is not None:
+                    run.trajectories.close()
+                checkpoints.close()
+    finally:
+        display.close()
+
+
+def trajectory_file(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> TrajectoryWriter | None:
+    """The run's trajectories, cut to what the checkpoint knows of."""
+    if not cfg.metrics.trajectories:
+        return None
+    path = folder / "trajectories.jsonl"
+    length = position.get("files", {}).get("trajectories", 0)
+    if path.exists() and path.stat().st_size > length:
+        with path.open("r+b") as file:
+            file.truncate(length)
+    return TrajectoryWriter(path)
+
+
+def restore(
+    cfg: ConfigDict, checkpoints: Checkpoints, learners: dict[str, Learner], display: Display
+) -> dict[str, Any]:
+    """Puts the newest whole checkpoint into the learners; returns its position, empty for a new run."""
+    if not cfg.checkpoint.resume:
+        return {}
+    checkpoints.clean_up()
+    step = checkpoints.latest()
+    if step is None:
+        return {}
+    position = checkpoints.read_meta(step)
+    states = checkpoints.restore(step, {name: x.state for name, x in learners.items()})
+    for name, learner in learners.items():
+        learner.state = states[name]
+    display.say(f"going on from the checkpoint of step {step}")
+    return position
