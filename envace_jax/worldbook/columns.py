@@ -132,20 +132,24 @@ def term_key(term: Any) -> str:
 class Sample:
     """One observed transition with the state that is believed to have stood before it."""
 
-    __slots__ = ("args", "at", "branch", "episode", "id", "name", "root", "text", "value")
+    __slots__ = ("_scope", "args", "at", "branch", "episode", "id", "name", "root", "text", "value")
 
     def __init__(self, episode: int, at: int, id: str, name: str, args: PMap, value: Any, text: str, root: PMap):
         self.episode, self.at, self.id, self.name = episode, at, id, name
         self.args, self.value, self.text, self.root = args, value, text, root
         self.branch = -1
+        self._scope: Scope | None = None
 
     def scope(self) -> Scope:
-        return Scope(self.root, self.args)
+        """The scope of arguments and the state before; kept while that state is, with what was looked up in it."""
+        if self._scope is None or self._scope.root is not self.root:
+            self._scope = Scope(self.root, self.args)
+        return self._scope
 
 
 def evaluate(term: Any, samples: Sequence[Sample], rank: int) -> Column:
     run = compile_term(term)
-    return Column(term, [run(Scope(s.root, s.args)) for s in samples], rank)
+    return Column(term, [run(s.scope()) for s in samples], rank)
 
 
 def entity_terms(samples: Sequence[Sample], shape: Shape) -> list[tuple[Collection, Any, int]]:

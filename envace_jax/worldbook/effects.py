@@ -131,18 +131,23 @@ class EffectFinder:
         self.entity_terms = entity_terms  # action name -> [(collection, key term, depth)]
 
     def find(
-        self, readings: Sequence[Reading], existing: dict[int, list[StateMutation]], names: dict[int, str]
+        self,
+        readings: Sequence[Reading],
+        existing: dict[int, list[StateMutation]],
     ) -> dict[int, list[StateMutation]]:
-        """New effects by branch; ``names`` gives each branch's action."""
+        """New effects by branch. What a transition's own answer reads, that transition does not set."""
         by_episode: dict[int, list[Reading]] = defaultdict(list)
         for r in readings:
             by_episode[r.sample.episode].append(r)
         hypotheses: dict[str, Hypothesis] = {}
         wrong = [(n, r) for n, r in enumerate(readings) if r.wrong]
+        shown = {(id(r.sample), r.path) for r in readings}
         for n, reading in wrong:
             for suspect in self.by_episode[reading.sample.episode]:
                 if suspect.at >= reading.sample.at:
                     break
+                if (id(suspect), reading.path) in shown:
+                    continue
                 for rank, effect in self._suspicions(suspect, reading):
                     key = f"{suspect.branch}|{term_key([effect.op, effect.path, effect.value])}"
                     entry = hypotheses.setdefault(key, Hypothesis(suspect.branch, effect, rank, set()))
@@ -219,33 +224,52 @@ class EffectFinder:
     def _consistency(
         self, h: Hypothesis, uses: Sequence[Sample], by_episode: dict[int, list[Reading]]
     ) -> tuple[int, int]:
-        """How often the next reading after a use agrees with the hypothesis, and how often it does not."""
+        """How many readings after uses of the branch agree with the hypothesis, and how many do not.
+
+        What the effects known so far did in between is in the tracked state: a step up or down adds to it; a value that
+        was set stands only where nothing known has written over it since.
+        """
         runner = EffectRunner([h.effect])
-        plus = minus = 0
+        planned: dict[int, list[tuple[Sample, Path, Any]]] = defaultdict(list)
         for use in uses:
-            scope = Scope(use.root, use.args, _frozen(use.value))
-            plan = runner.plan(scope)
-            if plan is None:
-                continue
-            op, path, value, _ = plan[0]
-            try:
-                after = State(use.root).apply(op, path, value)
-            except StateError:
-                minus += 1
-                continue
-            for reading in by_episode.get(use.episode, ()):
-                if reading.sample.at <= use.at:
+            plan = runner.plan(Scope(use.root, use.args, _frozen(use.value)))
+            if plan is not None:
+                planned[use.episode].append((use, plan[0][1], plan[0][2]))
+        plus = minus = 0
+        for episode, steps in planned.items():
+            steps.sort(key=lambda s: s[0].at)
+            for reading in by_episode.get(episode, ()):
+                before = [s for s in steps if s[0].at < reading.sample.at and reading.path[: len(s[1])] == s[1]]
+                if not before:
                     continue
-                n = len(path)
-                if reading.path[:n] != path and path[: len(reading.path)] != reading.path:
+                expected = self._expected(h.effect.op, before, reading)
+                if expected is None:
                     continue
-                expected = lookup(after.root, reading.path)
-                if (known(expected) or expected is reading.seen) and json_equal(expected, reading.seen):
+                if expected is reading.seen or (
+                    known(expected) and expected is not _IMPOSSIBLE and json_equal(expected, reading.seen)
+                ):
                     plus += 1
-                elif reading.path[:n] == path or expected is not UNKNOWN:
+                elif expected is not UNKNOWN:
                     minus += 1
-                break
         return plus, minus
+
+    def _expected(self, op: str, before: list[tuple[Sample, Path, Any]], reading: Reading) -> Any:
+        """What a reading would show under the hypothesis; None where that cannot be said."""
+        if op in ("increment", "decrement"):
+            if reading.path != before[-1][1] or not is_number(reading.tracked):
+                return None
+            moved = sum(value for _, _, value in before)
+            return reading.tracked + moved if op == "increment" else reading.tracked - moved
+        use, path, value = before[-1]
+        was = lookup(use.root, reading.path)
+        if reading.tracked is not was and not (
+            known(was) and known(reading.tracked) and json_equal(was, reading.tracked)
+        ):
+            return None
+        try:
+            return lookup(State(use.root).apply(op, path, value).root, reading.path)
+        except StateError:
+            return _IMPOSSIBLE
 
     def _suspicions(self, suspect: Sample, reading: Reading) -> list[tuple[int, StateMutation]]:
         """Effects of the suspect that would have left the value that was read."""
@@ -320,6 +344,9 @@ class EffectFinder:
                 if _same(freeze(value), seen[-1]):
                     out.append((2, "append", {"$out": [name]}))
         return out
+
+
+_IMPOSSIBLE = object()
 
 
 def _same(a: Any, b: Any) -> bool:

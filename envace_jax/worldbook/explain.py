@@ -16,7 +16,7 @@ from typing import Any
 
 from envace_jax.worldbook.columns import Column, Sample, Shape, is_number, known, lookup_collection, term_key
 from envace_jax.worldbook.state import ABSENT, PMap, freeze, json_equal, thaw
-from envace_jax.worldbook.terms import Scope, compile_term, text_of
+from envace_jax.worldbook.terms import compile_term, text_of
 
 MAX_ALTERNATIVES = 4
 
@@ -105,11 +105,9 @@ def explain_scalar(values: Sequence[Any], columns: Sequence[Column], tolerance: 
     """(terms that match, share matched by the best), simple ones first; no terms: unexplained."""
     matcher = _Matcher(values, tolerance)
     found: list[tuple[float, int, Any]] = []
-    counts = Counter(map(repr, values))
-    common = counts.most_common(1)[0]
-    if common[1] >= len(values) - matcher.allowed and not isinstance(values[0], dict):
-        constant = next(v for v in values if repr(v) == common[0])
-        found.append((common[1] / len(values), 1, _constant(constant)))
+    # A state that is only partly understood may spoil a reading, but never a constant.
+    if len(set(map(repr, values))) == 1 and not isinstance(values[0], dict):
+        found.append((1.0, 1, _constant(values[0])))
     for column in columns:
         share = matcher.share(lambda i, c=column: c.values[i])
         if share:
@@ -490,13 +488,13 @@ def _common_values(samples: Sequence[Sample], collection: Any, f: tuple[str, ...
 
 def _selection_share(term: Any, samples: Sequence[Sample], matcher: _Matcher) -> float:
     run = compile_term(term)
-    return matcher.share(lambda i: run(Scope(samples[i].root, samples[i].args)))
+    return matcher.share(lambda i: run(samples[i].scope()))
 
 
 def _covers(take: Any, base: Any, where: list[Any], samples: Sequence[Sample], matcher: _Matcher) -> bool:
     run = compile_term({"$select": {"from": base, "where": where, "take": take}})
     for i, s in enumerate(samples[:40]):
-        got = run(Scope(s.root, s.args))
+        got = run(s.scope())
         if not isinstance(got, tuple) or any(not any(json_equal(x, e) for e in got) for x in matcher.targets[i]):
             return False
     return True

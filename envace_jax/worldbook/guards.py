@@ -73,8 +73,6 @@ def _next_guard(
     majority = max(present, key=lambda b: (masks[b] & remaining).bit_count())
     options: list[tuple[int, int, Guard, int]] = []
     for branch in present:
-        if branch == majority and len(present) > 2:
-            continue
         wanted = masks[branch] & remaining
         n = wanted.bit_count()
         exact = [p for p in pool if p.true & remaining == wanted and remaining & ~p.known == 0]
@@ -86,7 +84,7 @@ def _next_guard(
                 exact = [p for p in exact if p.existence]
             conditions = [p.condition for p in exact[:MAX_CONSENSUS]]
             condition = conditions[0] if len(conditions) == 1 else {"agree": conditions}
-            options.append((exact[0].rank + (branch == majority) * 3, -n, Guard(branch, condition, n), wanted))
+            options.append((exact[0].rank + (branch == majority) * 2, -n, Guard(branch, condition, n), wanted))
     if options:
         best = min(options, key=lambda o: (o[0], o[1]))
         return best[2], best[3]

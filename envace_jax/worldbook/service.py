@@ -104,8 +104,8 @@ class WorldbookService:
     """The environment over HTTP, on the loopback interface unless told otherwise.
 
     POST /reset {"initial_state"?, "group"?} → {"session"}; POST /step {"session", "name", "arguments"} →
-    {"observation", "source", "outcome"}; POST /fork {"session"} → {"session"}; POST /close {"session"}; GET /actions; GET /health.
-    Sessions beyond 10,000 push out the oldest.
+    {"observation", "source", "outcome"}; POST /fork {"session"} → {"session"}; POST /close {"session"};
+    GET /actions; GET /health. Sessions beyond 10,000 push out the oldest.
     """
 
     def __init__(self, harness: Harness, host: str = "127.0.0.1", port: int = 0):

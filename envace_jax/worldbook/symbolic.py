@@ -43,8 +43,10 @@ from envace_jax.worldbook.terms import Scope, compile_term
 ROUNDS = 5
 TOLERANCE = 0.3
 MAX_BRANCHES = 24
-GUARD_SAMPLES = 300
+GUARD_SAMPLES = 200
+EXPLAIN_SAMPLES = 200
 MIN_CLEAN = 6
+CONTRADICTIONS = 0.05
 
 
 @dataclass
@@ -118,7 +120,7 @@ class _Induction:
             for s in samples:
                 self.by_action[s.name].append(s)
         self.branches: list[Branch] = []
-        self.entities = {n: entity_terms(s[:800], shape) for n, s in self.by_action.items()}
+        self.entities = {n: entity_terms(s[:400], shape) for n, s in self.by_action.items()}
         self.clean: set[int] = set()
 
     # --- branches
@@ -135,12 +137,13 @@ class _Induction:
     ) -> list[tuple[list[Sample], Explanation]]:
         columns, _ = build_columns(group, self.shape)
         found = explain(group, columns, self.shape, tolerance)
-        if not found.complete and tolerance:
-            found = self._explain_branch(Branch(-1, group[0].name, group))
+        if not found.complete:
+            # A few contradictions make a rule tentative; they are no reason to cut its branch to pieces.
+            loose = explain(group, columns, self.shape, CONTRADICTIONS) if not tolerance else None
+            found = loose or self._explain_branch(Branch(-1, group[0].name, group))
         if found.complete or depth >= 3:
             return [(group, found)]
-        loose = [leaf.path for leaf in found.leaves if not leaf.terms]
-        for path in loose:
+        for path in [leaf.path for leaf in found.leaves if not leaf.terms]:
             values = [_at(s.value, path) for s in group]
             if not all(isinstance(v, (str, bool)) or v is None for v in values):
                 continue
@@ -221,14 +224,15 @@ class _Induction:
 
     def _explain_branch(self, branch: Branch) -> Explanation:
         """Explain a branch from its untouched samples where there are enough, else from all of them, loosely."""
-        clean = [s for s in branch.samples if id(s) in self.clean]
+        clean = [s for s in branch.samples if id(s) in self.clean][:EXPLAIN_SAMPLES]
         if len(clean) >= MIN_CLEAN:
             columns, _ = build_columns(clean, self.shape)
             found = explain(clean, columns, self.shape, TOLERANCE / 3)
             if found.complete:
                 return found
-        columns, _ = build_columns(branch.samples, self.shape)
-        return explain(branch.samples, columns, self.shape, TOLERANCE)
+        some = branch.samples[:: max(1, len(branch.samples) // EXPLAIN_SAMPLES)]
+        columns, _ = build_columns(some, self.shape)
+        return explain(some, columns, self.shape, TOLERANCE)
 
     def _refusals(self) -> list[Reading]:
         """What a surprising branch says of the state: its guard, learned where nothing had changed yet, must hold."""
@@ -270,7 +274,6 @@ class _Induction:
                     s.branch = branch.index
                 self.branches.append(branch)
         finder = EffectFinder(self.shape, self.by_episode, self.entities)
-        names = {b.index: b.name for b in self.branches}
         for _ in range(ROUNDS):
             self.track()
             for branch in self.branches:
@@ -284,9 +287,7 @@ class _Induction:
                 for b in self.branches
                 if b.explanation is not None and isinstance(b.samples[0].value, dict)
             }
-            new = finder.echoes(writers, readings, existing, defaultdict(set, read)) or finder.find(
-                readings, existing, names
-            )
+            new = finder.echoes(writers, readings, existing, defaultdict(set, read)) or finder.find(readings, existing)
             if not new and not self._try_creations():
                 break
             for index, effects in new.items():
