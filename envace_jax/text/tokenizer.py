@@ -109,20 +109,24 @@ class HfTokenizer:
 
         self._path = Path(path)
         try:
-            self._definition: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._definition))
-            added = self._definition["added_tokens"]
-            self._tags = {token["content"]: token["id"] for token in added}
-            data = {**self._definition, "added_tokens": []}
-            # A tag that also stands in the model's own vocabulary must not come back through it.
-            vocab = data["model"]["vocab"]
-            if isinstance(vocab, dict) and any(tag in vocab for tag in self._tags):
+            text = self._path.read_text(encoding="utf-8")
+            definition: dict[str, Any] = json.loads(text)
+            vocab: dict[str, int] = definition["model"]["vocab"]
+            self._tags: dict[str, int] = {token["content"]: token["id"] for token in definition["added_tokens"]}
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            if any(tag in vocab for tag in self._tags):
+                # Tags that also stand in the model's own vocabulary must not come back through it.
                 kept = {piece: index for piece, index in vocab.items() if piece not in self._tags}
-                data["model"] = {**data["model"], "vocab": kept}
-            self._data_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+                data = {**definition, "added_tokens": [], "model": {**definition["model"], "vocab": kept}}
+                self._data_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+            else:
+                self._data_tokenizer = tokenizers.Tokenizer(self._tokenizer.model)
+                self._data_tokenizer.normalizer = self._tokenizer.normalizer
+                self._data_tokenizer.pre_tokenizer = self._tokenizer.pre_tokenizer
+            self._size = max(*vocab.values(), *self._tags.values()) + 1
+            self.fingerprint = _fingerprint(definition)
         except Exception as err:  # the library raises bare Exception for a broken definition
             raise UserError(f"{self._path}: not a readable tokenizer.json: {err}") from None
-        self._size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_id = _required(self, TURN_END, self._path)
         self.pad_id = _required(self, PAD, self._path)
 
@@ -133,15 +137,6 @@ class HfTokenizer:
     @property
     def tags(self) -> dict[str, int]:
         return dict(self._tags)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        model = dict(self._definition["model"])
-        # Two spellings of the same merges are in use: "a b" and ["a", "b"].
-        model["merges"] = [m.split(" ", 1) if isinstance(m, str) else list(m) for m in model.get("merges", [])]
-        facts = {k: self._definition.get(k) for k in ("normalizer", "pre_tokenizer", "decoder")}
-        facts |= {"model": model, "tags": self._tags}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(clean_text(text), add_special_tokens=False).ids
@@ -232,6 +227,19 @@ class SentencePieceTokenizer:
             "split_special_tokens": False,
         }
         _write_config(directory, config, chat_template)
+
+
+def _fingerprint(definition: dict[str, Any]) -> str:
+    """Hash of a tokenizer.json's parts that decide ids; free of layout and of how merges are spelled."""
+    model = dict(definition["model"])
+    vocab = model.pop("vocab")
+    # Two spellings are in use: "a b" and ["a", "b"].
+    merges = "\0".join(m if isinstance(m, str) else " ".join(m) for m in model.pop("merges", []))
+    parts = [definition.get(key) for key in ("normalizer", "pre_tokenizer", "decoder", "added_tokens")]
+    digest = hashlib.sha256(json.dumps([model, *parts], sort_keys=True).encode())
+    pieces = sorted(vocab, key=vocab.__getitem__)
+    digest.update("\0".join(pieces).encode() + repr([vocab[p] for p in pieces]).encode() + merges.encode())
+    return digest.hexdigest()
 
 
 def _decode_known(ids: Sequence[int], size: int, decode: Any) -> str:

@@ -119,7 +119,7 @@ MESSAGE = st.one_of(
     st.builds(Message, st.just("assistant"), WILD_TEXT, st.none() | WILD_TEXT, CALLS),
 )
 CONVERSATION = st.lists(MESSAGE, min_size=1, max_size=7)
-RULES = settings(derandomize=True, deadline=None, max_examples=150)
+RULES = settings(derandomize=True, deadline=None, max_examples=80)
 
 
 def has_tags(messages):

@@ -236,7 +236,7 @@ WORDS = st.lists(st.sampled_from(["Order", "is", "naïve", "x\n\ny", "{", '"', "
 
 
 @given(st.none() | WORDS, st.just("") | WORDS, CALLS)
-@settings(RULES, max_examples=100)
+@settings(RULES, max_examples=60)
 def test_what_chat_writes_is_read_back(sp, thinking, reply, calls):
     message = Message("assistant", reply, thinking, calls)
     text = ChatFormat(sp).output_text(message)

@@ -10,7 +10,7 @@ from envace_jax.text.tool_schema import CallError, check_call, check_tools
 from envace_jax.text.transcript import ToolCall
 
 pytestmark = pytest.mark.quick
-RULES = settings(derandomize=True, deadline=None, max_examples=200)
+RULES = settings(derandomize=True, deadline=None, max_examples=120)
 PARAMETERS = {
     "type": "object",
     "properties": {
