@@ -54,9 +54,10 @@ def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) 
     from rich.progress import track
 
     from envace_jax.build import chat_format, load_model, make_engine, mesh_for
-    from envace_jax.evaluation.play import RealPlay, play, real_config
+    from envace_jax.evaluation.play import play, real_config
     from envace_jax.rehearsal.flow import Voice
     from envace_jax.rehearsal.settings import EpisodeConfig
+    from envace_jax.test_time.commit import Committed
 
     if args.tasks < 0 or args.trials < 0:
         raise UserError("--tasks and --trials: expected a number of at least 0")
@@ -93,7 +94,7 @@ def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) 
         played = play(
             benchmark,
             tasks,
-            RealPlay(chat, rules, benchmark.turn_steps),
+            Committed(chat, rules, turn_steps=benchmark.turn_steps),
             engine,
             voice,
             trials=trials,

@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from envace_jax.datasets.records import Task
-from envace_jax.environments import Environment, make_environment
 from envace_jax.evaluation.benchmarks import Benchmark
 from envace_jax.evaluation.results import Result
-from envace_jax.rehearsal import episode
-from envace_jax.rehearsal.episode import Setting
-from envace_jax.rehearsal.flow import Flow, User, Voice, real_run, run_flows
-from envace_jax.rehearsal.grounding import NoGrounding
+from envace_jax.rehearsal.flow import Flow, Voice, run_flows
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.trajectory import Trajectory
+from envace_jax.test_time.commit import Counted
 
-Counted = dict[str, Any]
 Method = Callable[[Task, Voice], Flow[tuple[Trajectory, Counted]]]
 """Plays one task and says beside the trajectory what it took: at least `tokens`, all that were generated."""
-
-
-@dataclass(frozen=True)
-class RealPlay:
-    """The plain method: one committed run in the real environment."""
-
-    chat: Any
-    cfg: EpisodeConfig
-    turn_steps: int = 0
-    user: User | None = None
-    make: Callable[[Task], Environment] = make_environment
-
-    def __call__(self, task: Task, voice: Voice) -> Flow[tuple[Trajectory, Counted]]:
-        trajectory = yield from self.run(task, voice)
-        return trajectory, {"tokens": generated(trajectory)}
-
-    def run(self, task: Task, voice: Voice, environment: Environment | None = None) -> Flow[Trajectory]:
-        """The committed run alone, in a fresh environment unless one is given."""
-        setting = Setting.make(self.chat, self.cfg, NoGrounding(), outside=True)
-        state = episode.start(setting, task)
-        environment = environment or self.make(task)
-        return (yield from real_run(state, voice, environment, user=self.user, turn_steps=self.turn_steps))
-
-
-def generated(trajectory: Trajectory) -> int:
-    """Tokens that the engine generated for a trajectory, over both roles."""
-    return sum(len(segment.ids) for segment in trajectory.segments)
 
 
 def real_config(cfg: EpisodeConfig, benchmark: Benchmark) -> EpisodeConfig:
@@ -77,7 +46,7 @@ def play(
     """Plays every task `trials` times, except what is `done`, and yields each result as it ends.
 
     Args:
-        method: how a task is played; see `RealPlay`.
+        method: how a task is played; see `test_time.commit.Committed`.
         voice: its path begins every sampling key; task and trial follow.
     """
     started: dict[tuple[int, int], float] = {}

@@ -23,11 +23,10 @@ from typing import Any, TypeVar
 from envace_jax.datasets.records import Task
 from envace_jax.environments import Environment
 from envace_jax.rehearsal import episode
-from envace_jax.rehearsal.episode import EpisodeState, Need, NeedObservation
+from envace_jax.rehearsal.episode import EpisodeState, Need, NeedObservation, Setting
 from envace_jax.rehearsal.rollout import LONGEST_NAP, ROLE_CODES
-from envace_jax.rehearsal.trajectory import Trajectory
 from envace_jax.sampling.engine import Completion, Request, SamplingParams
-from envace_jax.text.transcript import Message, Observation, Role, Transcript, canonical_json
+from envace_jax.text.transcript import Message, Observation, Role, canonical_json
 
 T = TypeVar("T")
 Flow = Generator[Any, Any, T]
@@ -78,15 +77,23 @@ class Voice:
         return Request(tuple(prompt_ids), params, (*self.path, ROLE_CODES[role], segment), affinity, name)
 
 
-User = Callable[[Task, Transcript], "Future[str | None]"]
-"""Says what the user answers to the conversation so far; None ends it."""
+User = Callable[[EpisodeState], "Flow[str | None]"]
+"""What the user says after the turns so far; None ends the conversation."""
+
+Act = Callable[[EpisodeState, Need, Voice], "Flow[Completion]"]
+"""How ACT's next output comes about, where it is more than one sample."""
 
 
-def rehearsal(state: EpisodeState, voice: Voice) -> Flow[Trajectory]:
-    """An episode whose calls REHEARSE answers. There is nothing here through which an environment could be reached."""
+def rehearsal(
+    state: EpisodeState, voice: Voice, *, user: User | None = None, until: Callable[[EpisodeState], bool] | None = None
+) -> Flow[EpisodeState]:
+    """An episode whose calls REHEARSE answers. There is nothing here through which an environment could be reached.
+
+    `until` ends it early, asked before every output of ACT.
+    """
     if state.setting.outside:
         raise ValueError("this episode's setting asks for outside observations: it is no rehearsal")
-    return (yield from _episode(state, voice, _no_outside))
+    return (yield from _episode(state, voice, _no_outside, user, 0, None, until))
 
 
 def real_run(
@@ -96,14 +103,16 @@ def real_run(
     *,
     user: User | None = None,
     turn_steps: int = 0,
-) -> Flow[Trajectory]:
+    act: Act | None = None,
+) -> Flow[EpisodeState]:
     """An episode whose calls a real environment answers.
 
     Args:
         state: started with a setting made `outside`.
         environment: this episode's own.
-        user: answers at the end of the task's last turn, so that the conversation goes on until it says nothing.
+        user: speaks at the end of the task's last turn, so that the conversation goes on until it says nothing.
         turn_steps: ACT outputs that a turn may take; more end the episode as masked ("turn_steps"). 0 is no limit.
+        act: makes ACT's outputs, in place of one sample each.
     """
     if not state.setting.outside:
         raise ValueError("this episode's setting does not ask for outside observations")
@@ -111,40 +120,52 @@ def real_run(
     def observe(state: EpisodeState, need: NeedObservation) -> Observation:
         return Observation(canonical_json(environment.step(need.call.name, need.call.arguments)), "real")
 
-    return (yield from _episode(state, voice, observe, user, turn_steps))
+    return (yield from _episode(state, voice, observe, user, turn_steps, act, None))
 
 
 def _no_outside(state: EpisodeState, need: NeedObservation) -> Observation:
     raise AssertionError("a rehearsal asked for an outside observation")
 
 
+def sample(state: EpisodeState, need: Need, voice: Voice, affinity: Hashable = None) -> Flow[Completion]:
+    """One sample of what the episode waits for."""
+    return (
+        yield voice.request(
+            need.prompt_ids,
+            state.setting.chat.stop_ids,
+            need.max_tokens,
+            role=need.role,
+            segment=need.segment,
+            affinity=affinity,
+        )
+    )
+
+
 def _episode(
     state: EpisodeState,
     voice: Voice,
     observe: Callable[[EpisodeState, NeedObservation], Observation],
-    user: User | None = None,
-    turn_steps: int = 0,
-) -> Flow[Trajectory]:
+    user: User | None,
+    turn_steps: int,
+    act: Act | None,
+    until: Callable[[EpisodeState], bool] | None,
+) -> Flow[EpisodeState]:
     kept: set[int] = set()
-    stop_ids = state.setting.chat.stop_ids
     while True:
         need = episode.next_request(state)
         if isinstance(need, Need):
-            if turn_steps and need.role is Role.ACT and len(state.steps) >= turn_steps:
+            acts = need.role is Role.ACT
+            if acts and until is not None and until(state):
+                break
+            if acts and turn_steps and len(state.steps) >= turn_steps:
                 state = episode.mask(state, "turn_steps")
                 continue
-            affinity = None
-            if need.continues:
-                affinity = (*voice.path, need.row)
-                kept.add(need.row)
-            done = yield voice.request(
-                need.prompt_ids,
-                stop_ids,
-                need.max_tokens,
-                role=need.role,
-                segment=need.segment,
-                affinity=affinity,
-            )
+            if acts and act is not None:
+                done = yield from act(state, need, voice)
+            else:
+                affinity = (*voice.path, need.row) if need.continues else None
+                kept |= {need.row} if need.continues else set()
+                done = yield from sample(state, need, voice, affinity)
             state = episode.receive(state, done.ids, done.logprobs, done.finish)
             for row in kept - {state.act_row, state.rehearse_row}:
                 yield Release((*voice.path, row))
@@ -155,19 +176,38 @@ def _episode(
             assert not isinstance(need, episode.NeedVerdicts), "flows play episodes that are not judged"
             text = None
             if user is not None and state.end_reason == "completed":
-                text = yield user(state.task, state.transcript)
+                text = yield from user(state)
             if text is None:
                 break
             state = user_says(state, text)
     for row in kept:
         yield Release((*voice.path, row))
-    return episode.trajectory(state)
+    return state
+
+
+def begin(setting: Setting, task: Task, text: str) -> EpisodeState:
+    """An episode that knows the task's tools and system prompt and has one user message, `text`, so far."""
+    system = [message for message in task.messages[:1] if message.role == "system"]
+    opened = replace(task, messages=(*system, Message("user", text)), checklists=())
+    unjudged = replace(setting, cfg=replace(setting.cfg, judged=False))
+    return episode.start(unjudged, opened)
 
 
 def user_says(state: EpisodeState, text: str) -> EpisodeState:
     """An episode whose last turn is over, taken up again by one more user message."""
     task = replace(state.task, messages=(*state.task.messages, Message("user", text)))
     return episode._next_turn(state.but(task=task, end_reason="", masked_cause=None))
+
+
+def scripted_user(task: Task) -> User:
+    """Says the user messages of a task, in order."""
+
+    def user(state: EpisodeState) -> Flow[str | None]:
+        yield from ()
+        said = len(state.transcript)
+        return task.user_turns[said] if said < len(task.user_turns) else None
+
+    return user
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Private rehearsals before one committed run."""
+"""Rehearsal at test time: private rehearsals, what is learnt from them, one committed run."""
