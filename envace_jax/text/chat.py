@@ -183,16 +183,14 @@ class ChatFormat:
         think, end_think = self.tokenizer.token_id(THINK), self.tokenizer.token_id(END_THINK)
         call = self.tokenizer.token_id(CALL)
         header = self._header
-        blocks, at = [], 0
-        while at < len(ids):
-            if ids[at] != start_id or list(ids[at : at + len(header)]) != header:
-                at += 1
+        blocks: list[tuple[int, int]] = []
+        ids = list(ids)
+        stops = [i for i, token in enumerate(ids) if token in (start_id, end_id)]
+        for here, stop in zip(stops, [*stops[1:], len(ids)]):
+            begin = here + len(header)
+            if ids[here:begin] != header:
                 continue
-            begin = at + len(header)
-            stop = begin
-            while stop < len(ids) and ids[stop] not in (end_id, start_id):
-                stop += 1
-            at, body = stop, list(ids[begin:stop])
+            body = ids[begin:stop]
             close = body.index(end_think) if end_think in body else None
             first = next((i for i, t in enumerate(body) if not self._is_newlines(t)), len(body))
             opened = first < len(body) and body[first] == think

@@ -173,17 +173,29 @@ def test_sentencepiece_export_loads_in_auto_tokenizer(sp, tmp_path):
     assert load_tokenizer(tmp_path).fingerprint == sp.fingerprint
 
 
+def same_after_conversion(texts, letters, folder, **options):
+    train_sentencepiece(texts, folder / "tokenizer.model", 400, **options)
+    tokenizer = load_tokenizer(folder / "tokenizer.model")
+    tokenizer.save(folder / "hf")
+    converted = HfTokenizer(folder / "hf" / "tokenizer.json")
+    rng = random.Random(2)
+    for _ in range(2000):
+        text = "".join(rng.choice(letters) for _ in range(rng.randrange(40)))
+        ids = tokenizer.encode(text)
+        assert converted.encode(text) == ids, text
+        assert tokenizer.decode(ids) == converted.decode(ids) == text
+
+
 def test_periodic_pieces_keep_their_ids_after_conversion(tmp_path):
     """Pieces that can be cut in several ways, over a two-letter alphabet, where merge order shows most."""
     rng = random.Random(1)
     texts = ["".join(rng.choice("aab") for _ in range(40)) for _ in range(300)]
-    train_sentencepiece(texts, tmp_path / "tokenizer.model", 400)
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
-    tokenizer.save(tmp_path / "hf")
-    converted = HfTokenizer(tmp_path / "hf" / "tokenizer.json")
-    for _ in range(3000):
-        text = "".join(rng.choice("aab") for _ in range(rng.randrange(60)))
-        assert converted.encode(text) == tokenizer.encode(text), text
+    same_after_conversion(texts, "aab", tmp_path)
+
+
+def test_pieces_over_words_and_marks_keep_their_ids_after_conversion(corpus, tmp_path):
+    letters = [*'ab 1{}":,é', "\n", "  ", '": "', "order_id", '{"', "Refund order ", "status"]
+    same_after_conversion(corpus, letters, tmp_path, split_by_script=False, space_as_suffix=True, max_piece_length=64)
 
 
 @given(ANY_TEXT)
