@@ -85,6 +85,7 @@ def task_from_entry(entry: dict[str, Any], domain: str, split: str) -> Task:
         "initial_state": entry.get("initial_state"),
         "gold": [[{"name": c.name, "arguments": c.arguments} for c in calls]],
         "communicate": said,
+        "note": _note(entry),
     }
     environment = Tau2Environment()
     environment.load(domain)
@@ -289,7 +290,8 @@ def _tools(domain: str) -> tuple[dict[str, Any], ...]:
 # --- dialogue and checklist ---
 
 
-def _request(entry: dict[str, Any]) -> str:
+def _note(entry: dict[str, Any]) -> str:
+    """What the customer knows and wants, as the task words it."""
     told = entry["user_scenario"]["instructions"]
     parts = [
         ("What I was asked to get done, in the words of the note I hold", told.get("reason_for_call")),
@@ -297,8 +299,11 @@ def _request(entry: dict[str, Any]) -> str:
         ("What I do not know", told.get("unknown_info")),
         ("How I want it handled", told.get("task_instructions")),
     ]
-    said = "\n\n".join(f"{title}:\n{text.strip()}" for title, text in parts if text and text.strip())
-    return f"{said}\n\nI confirm whatever of this your policy allows; please carry it out without asking again."
+    return "\n\n".join(f"{title}:\n{text.strip()}" for title, text in parts if text and text.strip())
+
+
+def _request(entry: dict[str, Any]) -> str:
+    return f"{_note(entry)}\n\nI confirm whatever of this your policy allows; please carry it out without asking again."
 
 
 def _closing(accepted: list[ToolCall], said: list[str], domain: str) -> str:

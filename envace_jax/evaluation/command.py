@@ -1,36 +1,242 @@
-"""`evaluate`: a policy on a benchmark, one JSON line a task; a stopped evaluation goes on where it was."""
+"""`evaluate`: a policy on a benchmark, one JSON line a task; a stopped evaluation goes on where it was.
+
+evaluate quickstart|bfcl|tau2        played in process, in the real environment
+evaluate compare RESULT              beside the published numbers
+evaluate finmcp PREDICTIONS          tool metrics on the benchmark's record format
+evaluate fidelity                    rehearsed against real answers, and rehearsed against real success
+evaluate vita|scienceworld           how the official program is run as a client of `serve`
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
+from envace_jax.datasets.records import Task
 from envace_jax.evaluation.benchmarks import BENCHMARKS, Benchmark
-from envace_jax.evaluation.results import Header, ResultFile, digest, table, versions
+from envace_jax.evaluation.clients import CLIENTS, instructions
+from envace_jax.evaluation.results import Header, Result, ResultFile, digest, read_results, table, versions
+from envace_jax.test_time.plan import NAMES, Plan, read_plan
 
-WHAT = (*BENCHMARKS, "compare")
+WHAT = (*BENCHMARKS, "fidelity", "finmcp", *CLIENTS, "compare")
+TEST_TIME_SAMPLING = (1.0, 1.0)
+"""Temperature and top_p of the published test-time table, for both roles."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="a benchmark, or what to do with a result file")
-    parser.add_argument("files", nargs="*", type=Path, help="result files (compare)")
+    parser.add_argument("files", nargs="*", type=Path, help="result or prediction files (compare, finmcp)")
     parser.add_argument("--out", type=Path, help="result file (default: RUN_DIR/evaluation/BENCHMARK.jsonl)")
     parser.add_argument("--split", choices=("heldout", "train", "all"), default="heldout")
     parser.add_argument("--category", action="append", default=[], help="only this part of the benchmark (repeatable)")
     parser.add_argument("--tasks", type=int, default=0, help="at most so many tasks, evenly over all of them; 0: all")
     parser.add_argument("--trials", type=int, default=0, help="runs a task (default: evaluation.samples)")
+    parser.add_argument("--test_time", default="none", metavar="METHOD", help=NAMES)
+    parser.add_argument(
+        "--match", type=Path, metavar="RESULT", help="best-N, vote-N: spend this result's tokens a task"
+    )
+    parser.add_argument("--memory_tokens", type=int, default=512, help="budget of the rehearsal memory")
+    parser.add_argument("--rehearse_user", action="store_true", help="rehearsals imagine the user's next messages too")
+    parser.add_argument("--rehearser", metavar="DIR", help="another model rehearses: a folder of the same shape")
+    parser.add_argument("--user_url", default="", help="tau2: endpoint of the user simulator (default: scripted solo)")
+    parser.add_argument("--user_model", default="", help="tau2: its model")
+    parser.add_argument("--on", default="quickstart", help="fidelity: tasks of quickstart, bfcl or tau2")
 
 
 def run_evaluate(cfg: ConfigDict, args: argparse.Namespace) -> None:
+    if args.tasks < 0 or args.trials < 0:
+        raise UserError("--tasks and --trials: expected a number of at least 0")
     if args.what in BENCHMARKS:
         _benchmark(cfg, args, BENCHMARKS[args.what])
+    elif args.what == "fidelity":
+        from envace_jax.evaluation.real_fidelity import run_fidelity
+
+        run_fidelity(cfg, args)
+    elif args.what == "compare":
+        from envace_jax.evaluation.published import compare
+
+        for path in _files(args):
+            print("\n".join(compare(*read_results(path))))
+    elif args.what == "finmcp":
+        from envace_jax.evaluation.finmcp import report
+
+        for path in _files(args):
+            print("\n".join(report(path)))
     else:
-        raise UserError(f"evaluate {args.what}: not available here")
+        print(instructions(args.what))
+
+
+def _files(args: argparse.Namespace) -> list[Path]:
+    if not args.files:
+        raise UserError(f"evaluate {args.what}: expected at least one file")
+    return args.files
+
+
+# --- playing a benchmark ----------------------------------------------------------------------------------------------
+
+
+def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) -> None:
+    from rich.progress import track
+
+    from envace_jax.build import chat_format
+    from envace_jax.evaluation.play import play, real_config
+    from envace_jax.rehearsal.flow import Voice
+    from envace_jax.rehearsal.settings import EpisodeConfig
+    from envace_jax.test_time.commit import Committed
+
+    plan = replace(
+        read_plan(args.test_time),
+        memory_tokens=args.memory_tokens,
+        evaluation_tokens=min(512, cfg.rollout.max_rehearse_tokens),
+        user="rehearsed" if args.rehearse_user else "withheld",
+        rehearser="rehearser" if args.rehearser else "policy",
+    )
+    tasks = benchmark.load(args.split, args.tasks, args.category)
+    chat = chat_format(cfg)
+    episode = EpisodeConfig.from_config(cfg)
+    rules = real_config(episode, benchmark)
+    temperature, top_p = cfg.evaluation.temperature, cfg.evaluation.top_p
+    if plan.kind != "none" and (temperature, top_p) == (0.6, 0.95):
+        temperature, top_p = TEST_TIME_SAMPLING
+    voice = Voice((cfg.seed,), temperature, top_p)
+    simulator, simulated = _simulator(cfg, args, benchmark)
+    header = _header(cfg, args, benchmark, plan, chat, rules, voice, tasks, simulated)
+    out = args.out or Path(cfg.run_dir) / "evaluation" / f"{benchmark.name}.jsonl"
+    failures: list[str] = []
+    with ResultFile(out, header) as file:
+        left = {(task.uuid, trial) for task in tasks for trial in range(header.trials)} - file.done
+        if left:
+            method = Committed(
+                chat,
+                rules,
+                replace(episode, parser="lenient", judged=False),
+                plan,
+                turn_steps=benchmark.turn_steps,
+                budgets=budgets(read_results(args.match)[1]) if args.match else {},
+                simulator=simulator,
+            )
+            played = play(
+                benchmark,
+                tasks,
+                method,
+                _engine(cfg, args, chat),
+                voice,
+                trials=header.trials,
+                done=file.done,
+                live=cfg.rollout.live_episodes,
+                on_failure=failures.append,
+            )
+            for result in track(played, benchmark.name, total=len(left)):
+                file.write(result)
+    if failures:
+        print(f"{len(failures)} episodes had no user (first: {failures[0]}); the same command plays them")
+    print("\n".join(table(header, file.results) if file.results else ["no results"]))
+    print(f"results: {out}")
+
+
+def budgets(results: Sequence[Result]) -> dict[str, tuple[int, int]]:
+    """What each task cost in a result file: mean tokens, and the ACT outputs of its committed runs."""
+    by_task: dict[str, list[Result]] = {}
+    for result in results:
+        by_task.setdefault(result.task, []).append(result)
+    return {
+        task: (round(sum(r.tokens for r in part) / len(part)), max(1, round(sum(r.acts for r in part) / len(part))))
+        for task, part in by_task.items()
+    }
+
+
+def _engine(cfg: ConfigDict, args: argparse.Namespace, chat: Any) -> Any:
+    from envace_jax.build import load_model, make_engine, mesh_for
+    from envace_jax.model.hf import load_params
+
+    mesh = mesh_for(cfg)
+    spec, params = load_model(cfg, chat, mesh)
+    engine = make_engine(cfg, spec, params)
+    if args.rehearser:
+        engine.set_params(load_params(Path(args.rehearser), spec, mesh=mesh, dtype="float32"), "rehearser")
+    return engine
+
+
+def _simulator(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) -> tuple[Any, str]:
+    """The user simulator, and how it is named in the result."""
+    if not args.user_url:
+        return None, "scripted solo: the whole request in one message" if benchmark.name == "tau2" else "scripted"
+    if benchmark.name != "tau2":
+        raise UserError(f"--user_url: {benchmark.name} has user messages of its own")
+    from envace_jax.endpoint import Endpoint, EndpointSettings
+    from envace_jax.evaluation.user import EndpointUser
+
+    settings = EndpointSettings(args.user_url, args.user_model, temperature=0.0, top_p=1.0, max_tokens=512)
+    return EndpointUser(Endpoint(settings)), f"{args.user_model} at temperature 0, own prompt"
+
+
+def _header(
+    cfg: ConfigDict,
+    args: argparse.Namespace,
+    benchmark: Benchmark,
+    plan: Plan,
+    chat: Any,
+    rules: Any,
+    voice: Any,
+    tasks: Sequence[Task],
+    simulated: str,
+) -> Header:
+    seen = seen_in_training(cfg)
+    whole = tasks if benchmark.name == "quickstart" else benchmark.load(args.split, 0, args.category)
+    options = [args.split, *sorted(args.category), *([] if plan.kind == "none" else [plan.name])]
+    notes = [*benchmark.notes, *_training_notes(benchmark, args, seen)]
+    if benchmark.name == "tau2" and not args.user_url:
+        notes.append("SOLO: no user simulator; the agent gets the whole request at once, which is another task")
+    if plan.kind != "none":
+        notes.append(f"test-time method {plan.name}; tokens counted are all that were generated")
+    return Header(
+        benchmark="/".join([benchmark.name, *options]),
+        model={"name": cfg.model.path or f"random {cfg.model.size}", "digest": folder_digest(cfg.model.path)}
+        | ({"rehearser": args.rehearser, "rehearser_digest": folder_digest(args.rehearser)} if args.rehearser else {}),
+        handler=benchmark.handler,
+        template=digest(chat.template()),
+        sampling={
+            "temperature": voice.temperature,
+            "top_p": voice.top_p,
+            "max_act_tokens": rules.max_act_tokens,
+            "max_input_tokens": rules.max_input_tokens,
+            "thinking": chat.thinking,
+            "seed": cfg.seed,
+            "user": simulated,
+            "method": plan.name,
+            "memory_tokens": plan.memory_tokens if plan.kind != "none" else 0,
+            "user_in_rehearsals": plan.user if plan.kind != "none" else "",
+            "match": "" if args.match is None else hashlib.sha256(args.match.read_bytes()).hexdigest(),
+        },
+        versions=versions(),
+        tasks=len(tasks),
+        trials=args.trials or cfg.evaluation.samples,
+        full=_count(benchmark, whole),
+        seen=seen,
+        notes=tuple(notes),
+    )
+
+
+def folder_digest(path: str) -> str:
+    """A digest of a model folder: names, sizes, and the first and last 64 KB of every file; empty for no folder."""
+    if not path or not Path(path).is_dir():
+        return ""
+    total = hashlib.sha256()
+    for file in sorted(Path(path).iterdir()):
+        if file.is_file():
+            with file.open("rb") as f:
+                head = f.read(1 << 16)
+                f.seek(max(0, file.stat().st_size - (1 << 16)))
+                total.update(f"{file.name}/{file.stat().st_size}/".encode() + head + f.read())
+    return total.hexdigest()
 
 
 def seen_in_training(cfg: ConfigDict) -> tuple[str, ...] | None:
@@ -39,87 +245,31 @@ def seen_in_training(cfg: ConfigDict) -> tuple[str, ...] | None:
 
     names = {"bfcl": (BFCL,), "tau2": ("tau2_airline", "tau2_retail")}
     for folder in filter(None, (cfg.model.path, cfg.run_dir)):
-        path = Path(folder) / "config.json"
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        source = values.get("data.source")
-        if isinstance(source, str):
-            return tuple(sorted(s for name in source.split("+") for s in names.get(name, (name,))))
+        for name in ("envace_run.json", "config.json"):
+            try:
+                values = json.loads((Path(folder) / name).read_text())
+            except (OSError, ValueError):
+                continue
+            source = values.get("data.source") if isinstance(values, dict) else None
+            if isinstance(source, str):
+                return tuple(sorted(s for name in source.split("+") for s in names.get(name, (name,))))
     return None
 
 
-def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) -> None:
-    from rich.progress import track
-
-    from envace_jax.build import chat_format, load_model, make_engine, mesh_for
-    from envace_jax.evaluation.play import play, real_config
-    from envace_jax.rehearsal.flow import Voice
-    from envace_jax.rehearsal.settings import EpisodeConfig
-    from envace_jax.test_time.commit import Committed
-
-    if args.tasks < 0 or args.trials < 0:
-        raise UserError("--tasks and --trials: expected a number of at least 0")
-    tasks = benchmark.load(args.split, args.tasks, args.category)
-    whole = tasks if not args.tasks else benchmark.load(args.split, 0, args.category)
-    trials = args.trials or cfg.evaluation.samples
-    chat = chat_format(cfg)
-    rules = real_config(EpisodeConfig.from_config(cfg), benchmark)
-    voice = Voice((cfg.seed,), cfg.evaluation.temperature, cfg.evaluation.top_p)
-    header = Header(
-        benchmark=f"{benchmark.name}/{args.split}",
-        model={"name": cfg.model.path or f"random {cfg.model.size}"},
-        handler=benchmark.handler,
-        template=digest(chat.template()),
-        sampling={
-            "temperature": voice.temperature,
-            "top_p": voice.top_p,
-            "max_act_tokens": rules.max_act_tokens,
-            "max_input_tokens": rules.max_input_tokens,
-            "seed": cfg.seed,
-        },
-        versions=versions(),
-        tasks=len(tasks),
-        trials=trials,
-        full=_count(benchmark, whole),
-        seen=seen_in_training(cfg),
-        notes=_notes(benchmark, args, seen_in_training(cfg)),
-    )
-    spec, params = load_model(cfg, chat, mesh_for(cfg))
-    engine = make_engine(cfg, spec, params)
-    out = args.out or Path(cfg.run_dir) / "evaluation" / f"{benchmark.name}.jsonl"
-    with ResultFile(out, header) as file:
-        left = len(tasks) * trials - len({(t.uuid, k) for t in tasks for k in range(trials)} & file.done)
-        played = play(
-            benchmark,
-            tasks,
-            Committed(chat, rules, turn_steps=benchmark.turn_steps),
-            engine,
-            voice,
-            trials=trials,
-            done=file.done,
-            live=cfg.rollout.live_episodes,
-        )
-        for result in track(played, benchmark.name, total=left):
-            file.write(result)
-    print("\n".join([*table(header, file.results), f"results: {out}"]))
-
-
-def _count(benchmark: Benchmark, tasks: Any) -> dict[str, int]:
+def _count(benchmark: Benchmark, tasks: Sequence[Task]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for task in tasks:
         counts[benchmark.category(task)] = counts.get(benchmark.category(task), 0) + 1
     return counts
 
 
-def _notes(benchmark: Benchmark, args: argparse.Namespace, seen: tuple[str, ...] | None) -> tuple[str, ...]:
-    notes = list(benchmark.notes)
+def _training_notes(benchmark: Benchmark, args: argparse.Namespace, seen: tuple[str, ...] | None) -> list[str]:
+    notes = []
     if seen is None:
         notes.append("what the model was trained on is not recorded: these tasks may have been seen")
     elif set(seen) & set(benchmark.sources):
         where = "its held-out tasks" if args.split == "heldout" else "these tasks or some of them"
         notes.append(f"SEEN IN TRAINING: the model was trained on tasks of this benchmark; measured on {where}")
-    if args.split != "all":
+    if args.split != "all" and benchmark.name != "quickstart":
         notes.append(f"split {args.split}: not the whole benchmark, so not comparable with published numbers")
-    return tuple(notes)
+    return notes

@@ -10,6 +10,7 @@ from typing import Any
 from envace_jax.datasets.records import Task
 from envace_jax.evaluation.benchmarks import Benchmark
 from envace_jax.evaluation.results import Result
+from envace_jax.evaluation.user import SimulatorFailed
 from envace_jax.rehearsal.flow import Flow, Voice, run_flows
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.trajectory import Trajectory
@@ -42,8 +43,12 @@ def play(
     trials: int = 1,
     done: Container[tuple[str, int]] = (),
     live: int = 64,
+    on_failure: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
     """Plays every task `trials` times, except what is `done`, and yields each result as it ends.
+
+    An episode whose simulated user gave no answer has no result, is told to `on_failure`, and is played when the
+    evaluation is taken up again.
 
     Args:
         method: how a task is played; see `test_time.commit.Committed`.
@@ -53,7 +58,10 @@ def play(
 
     def timed(key: tuple[int, int], flow: Flow) -> Flow:
         started[key] = time.perf_counter()
-        return (yield from flow)
+        try:
+            return (yield from flow)
+        except SimulatorFailed as error:
+            return error
 
     flows = (
         ((number, trial), timed((number, trial), method(task, voice.at(number, trial))))
@@ -61,9 +69,12 @@ def play(
         for number, task in enumerate(tasks)
         if (task.uuid, trial) not in done
     )
-    for (number, trial), (trajectory, counted) in run_flows(flows, engine, live=live):
+    for (number, trial), played in run_flows(flows, engine, live=live):
         seconds = time.perf_counter() - started.pop((number, trial))
-        yield result_of(benchmark, tasks[number], trial, trajectory, counted, seconds)
+        if isinstance(played, SimulatorFailed):
+            on_failure(f"{tasks[number].uuid}, trial {trial}: {played}")
+        else:
+            yield result_of(benchmark, tasks[number], trial, *played, seconds)
 
 
 def result_of(

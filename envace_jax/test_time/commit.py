@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envace_jax.datasets.records import Task
@@ -56,6 +56,7 @@ class Committed:
         plan: the test-time method; none is one plain run.
         grounding: what REHEARSE may look at in private; nothing unless given.
         turn_steps: ACT outputs that a turn may take, 0: no limit.
+        budgets: `Plan.budget` by task, for controls that are to cost what another method cost.
         simulator: who the user is; the task's own messages unless given.
         make: makes a fresh environment.
     """
@@ -66,6 +67,7 @@ class Committed:
     plan: Plan = Plan()
     grounding: Grounding = NoGrounding()
     turn_steps: int = 0
+    budgets: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     simulator: Simulator | None = None
     make: Callable[[Task], Environment] = make_environment
 
@@ -156,7 +158,7 @@ class Committed:
 
     def _candidates(self, spent: Spent, state: EpisodeState, need: Need, voice: Voice) -> Flow[list[Completion]]:
         """N samples of one output, or as many as the budget's share for it allows (at least one)."""
-        tokens, acts = self.plan.budget
+        tokens, acts = self.budgets.get(state.task.uuid, self.plan.budget)
         if not tokens:
             flows = [sample(state, need, voice.at(need.segment, k)) for k in range(self.plan.n)]
             return (yield Together(flows))
