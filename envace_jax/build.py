@@ -101,7 +101,7 @@ def make_engine(cfg: ConfigDict, spec: Qwen3Spec, params: qwen3.Params, rules: R
 
 
 def make_judge(cfg: ConfigDict) -> Judge:
-    """The judge of the configuration: rules or an endpoint."""
+    """The judge of the configuration: rules, an endpoint, or a policy in this process."""
     rewards = cfg.rewards
     if rewards.judge == "rules":
         return RuleJudge()
@@ -110,4 +110,34 @@ def make_judge(cfg: ConfigDict) -> Judge:
         from envace_jax.rewards.model_judge import ModelJudge
 
         return ModelJudge(Endpoint(EndpointSettings.from_config(rewards.endpoint)), batch_items=rewards.batch_items)
-    raise UserError(f"rewards.judge='{rewards.judge}': not available here")
+    return _policy_judge(cfg)
+
+
+def _policy_judge(cfg: ConfigDict) -> Judge:
+    """A frozen policy as the judge: its own folder, tokenizer and engine on this run's devices."""
+    from envace_jax.rewards.model_judge import ModelJudge
+    from envace_jax.rewards.policy_judge import PolicyBackend
+
+    section = cfg.rewards.policy
+    own = cfg.copy_and_resolve_references()
+    with own.unlocked():
+        own.model.path, own.model.tokenizer = section.path, ""
+        own.chat.thinking, own.chat.tool_docs = True, "full"
+        own.rollout.max_act_tokens = own.rollout.max_rehearse_tokens = section.max_tokens
+    chat = chat_format(own)
+    mesh = mesh_for(own)
+    spec, params = load_model(own, chat, mesh)
+    params = cast_params(params, own.model.dtype)
+    backend = PolicyBackend(
+        make_engine(own, spec, params),
+        chat,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        max_tokens=section.max_tokens,
+    )
+    return ModelJudge(backend, batch_items=cfg.rewards.batch_items, pump=backend.pump)
+
+
+def cast_params(params: qwen3.Params, dtype: str) -> qwen3.Params:
+    """A copy in the compute dtype: a judge is never trained, its float32 master is let go."""
+    return jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p))(params)

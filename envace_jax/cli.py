@@ -49,6 +49,9 @@ COMMANDS: dict[str, Command] = {
     "evaluate": Command(
         "envace_jax.evaluation.command:run_evaluate", "measure a policy", arguments="add_arguments"
     ),
+    "rescore": Command(
+        "envace_jax.rewards.rescore:run_rescore", "judge recorded trajectories again, offline", True, "add_arguments"
+    ),
     "serve": Command("envace_jax.serving.command:run_serve", "OpenAI-compatible server", True, "add_arguments"),
     "import": Command(
         "envace_jax.model.command:run_import", "read a Hugging Face folder into a checkpoint", False, "add_import"
