@@ -192,16 +192,26 @@ def build_worldbook(
         from envace_jax.worldbook.induce import language_stages
 
         calls = CallLog(completer, work / "calls.jsonl" if work else None, config.max_calls, config.max_cost, log)
+        # One fold is kept from the model: what it says is measured where it could not look.
+        held = [e for e in kept if config.folds > 1 and fold_of(e.group, config.folds, config.seed) == 0]
+        hidden = {e.group for e in held}
+        visible = [t for t in transitions if t.slice.group not in hidden]
+        seen = [e for e in kept if e.group not in hidden]
+
+        def refuted(proposed: Sequence[R.TransitionRule]) -> dict[str, list[str]]:
+            trial = replace(_trial(proposed, shape, transitions, {}), state_fields=claims.state_fields)
+            return dict(replay_rules(trial, seen).examples)
+
         try:
             claims, local, unresolved = language_stages(
-                claims, kept, transitions, pairs, calls, config.domain, config.parallel, log
+                claims, seen, visible, pairs, calls, config.domain, config.parallel, log, refuted
             )
         finally:
             calls.close()
             report.model_calls, report.cost = calls.calls, calls.cost
             report.prompt_tokens, report.completion_tokens = calls.prompt_tokens, calls.completion_tokens
             report.unknown_items = len(unresolved)
-        claims = replace(claims, rules=_confirmed(claims, kept, transitions))
+        claims = replace(claims, rules=_confirmed(claims, kept, held, transitions))
     claims, rejected = reconcile(claims, transitions)
     book = compile_worldbook(
         claims,
@@ -326,17 +336,20 @@ def _trial(
 
 
 def _confirmed(
-    claims: Claims, episodes: Sequence[TraceEpisode], transitions: Sequence[Transition]
+    claims: Claims,
+    episodes: Sequence[TraceEpisode],
+    held: Sequence[TraceEpisode],
+    transitions: Sequence[Transition],
 ) -> tuple[R.TransitionRule, ...]:
-    """Rules that a model proposed, with the confidence that replay gives them; the model's own word counts nothing."""
-    proposed = [r for r in claims.rules if not r.replay]
+    """Rules that a model proposed, with the confidence that replay of traces it did not see gives them (of all traces
+    where none were kept from it); one contradiction anywhere makes a rule tentative. Its own word counts nothing."""
+    proposed = tuple(r for r in claims.rules if not r.replay)
     if not proposed:
         return claims.rules
-    checked, _ = reconcile(replace(claims, rules=tuple(proposed)), transitions)
-    shape = Shape()
-    fields = claims.state_fields
-    book = replace(_trial(checked.rules, shape, transitions, {}), state_fields=fields)
-    count = replay_rules(book, episodes)
+    checked, _ = reconcile(replace(claims, rules=proposed), transitions)
+    book = replace(_trial(checked.rules, Shape(), transitions, {}), state_fields=claims.state_fields)
+    everything = replay_rules(book, episodes)
+    count = replay_rules(book, held) if held else everything
     confirmed = {r.id: r for r in with_confidence(checked.rules, count.right, count.wrong)}
     out = []
     for rule in claims.rules:
@@ -344,8 +357,9 @@ def _confirmed(
         if rule.replay or new is None:
             out.append(rule)
             continue
-        status: Any = "supported" if new.replay["right"] and not new.replay["wrong"] else "tentative"
-        out.append(replace(new, status=status, counterexamples=tuple(count.examples[rule.id][:8])))
+        borne_out = everything.right[rule.id] and not everything.wrong[rule.id]
+        status: Any = "supported" if borne_out else "tentative"
+        out.append(replace(new, status=status, counterexamples=tuple(everything.examples[rule.id][:8])))
     return tuple(out)
 
 

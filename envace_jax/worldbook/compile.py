@@ -159,10 +159,14 @@ def observed_contracts(transitions: Sequence[Transition]) -> tuple[R.RenderContr
         objects = [t.value for t in good if isinstance(t.value, dict)]
         fields = sorted(set.intersection(*[set(o) for o in objects])) if len(objects) == len(good) else []
         examples = tuple(dict.fromkeys(t.text[:400] for t in items[:50]))[:3]
-        failures = sorted(
-            {str(t.value.get("error"))[:80] for t in items if isinstance(t.value, dict) and is_failure(t.value)}
-        )
+        # Only what several groups showed is said in general words: one trajectory's text stays its own.
+        said: dict[str, set[str]] = defaultdict(set)
+        for t in items:
+            if isinstance(t.value, dict) and is_failure(t.value):
+                said[str(t.value.get("error"))[:80]].add(t.slice.group)
+        failures = sorted(text for text, groups in said.items() if len(groups) > 1)
         text = f"Failures read: {'; '.join(failures[:8])}." if failures else ""
+        witnesses = {t.slice.group: t for t in items[:200]}
         out.append(
             R.RenderContract(
                 R.short_id("contract", [name, fields, examples]),
@@ -171,7 +175,7 @@ def observed_contracts(transitions: Sequence[Transition]) -> tuple[R.RenderContr
                 required_fields=tuple(fields),
                 instructions=text,
                 examples=examples,
-                provenance=(items[0].source(),),
+                provenance=tuple(t.source() for t in list(witnesses.values())[:4]),
             )
         )
     return tuple(out)

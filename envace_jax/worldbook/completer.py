@@ -89,6 +89,31 @@ class ScriptedCompleter:
         return Completion(self.default, len(prompt) // 4, len(self.default) // 4)
 
 
+class EndpointFailure(RuntimeError):
+    """The endpoint gave no answer; the message names the cause."""
+
+
+class EndpointCompleter:
+    """An OpenAI-compatible endpoint (`envace_jax.endpoint.Endpoint`) as a completer, with prices per million tokens."""
+
+    def __init__(self, endpoint: Any, *, price_in: float = 0.0, price_out: float = 0.0):
+        self.endpoint, self.price_in, self.price_out = endpoint, price_in, price_out
+
+    def complete(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        schema: dict[str, Any] | None = None,
+    ) -> Completion:
+        answer = self.endpoint.complete(messages, schema=schema, max_tokens=max_tokens, temperature=temperature)
+        if answer.text is None:
+            raise EndpointFailure(f"{answer.cause}: {answer.detail}"[:300])
+        cost = (answer.prompt_tokens * self.price_in + answer.completion_tokens * self.price_out) / 1e6
+        return Completion(answer.text, answer.prompt_tokens, answer.completion_tokens, cost)
+
+
 class CallLog:
     """Asks a completer at most once for each item and prompt, within a budget, and remembers the answers on disk."""
 

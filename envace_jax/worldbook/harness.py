@@ -8,7 +8,7 @@ matched with the rules, what it reveals of the state is written down, and what i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from envace_jax.worldbook.effects import EffectRunner, carry_out
@@ -305,13 +305,13 @@ class Harness:
         try:
             args, out = freeze(dict(arguments)), freeze(value)
         except StateError:
-            return _with_state(session, state.apply("forget", ("world",), None, "unreadable observation"))
+            return session.with_state(state.apply("forget", ("world",), None, "unreadable observation"))
         scope = Scope(state.root, args)
         choice = _NO_RULES if rules is None else rules.choose(scope)
         if choice.rule is not None and _same_text(choice.text, text):
             after = carry_out(state, choice.plan, choice.rule.rule.id)
             if after is not None:
-                return _with_state(session, after)
+                return session.with_state(after)
         if choice.rule is not None:
             session = session.contradicted()
             self.stats.contradictions += 1
@@ -326,7 +326,9 @@ class Harness:
                     fits.append((rule, reveals))
             if fits:
                 break
-        return _with_state(session, self._absorbed(state, name, arguments, scope, fits))
+        if not fits:
+            session = replace(session, unexplained=(*session.unexplained, session.turn - 1))
+        return session.with_state(self._absorbed(state, name, arguments, scope, fits))
 
     def _absorbed(
         self,
@@ -379,10 +381,6 @@ class Harness:
 
 _NO_RULES = Choice(None, "no_rule")
 _REFUSED = Choice(None, "refused")
-
-
-def _with_state(session: Session, state: State) -> Session:
-    return Session(state, session.memory, session.group, session.instruction, session.contradictions, session.explicit)
 
 
 def _same_text(a: str, b: str) -> bool:

@@ -65,6 +65,7 @@ class Session:
     instruction: str = ""
     contradictions: int = 0
     explicit: bool = False
+    unexplained: tuple[int, ...] = ()  # observed turns that no rule explained and no tracker has read yet
 
     def fork(self) -> Session:
         """A session that goes its own way from here. Costs nothing: sessions never change."""
@@ -76,8 +77,17 @@ class Session:
 
     def remember(self, item: MemoryItem, state: State) -> Session:
         return Session(
-            state, self.memory.append(item), self.group, self.instruction, self.contradictions, self.explicit
+            state,
+            self.memory.append(item),
+            self.group,
+            self.instruction,
+            self.contradictions,
+            self.explicit,
+            self.unexplained,
         )
+
+    def with_state(self, state: State) -> Session:
+        return replace(self, state=state)
 
     def contradicted(self, n: int = 1) -> Session:
         return replace(self, contradictions=self.contradictions + n)

@@ -1,0 +1,159 @@
+"""Grounded rehearsal: the gated brief in REHEARSE's prompt, the task's own group left out, and a watch on consistency.
+
+`WorldbookGrounding` is what ``rollout.grounding="worldbook"`` uses. Its notes depend on the task's group, the call and
+the turns before it, and are cached by worldbook and query. `ConsistencyWatch` replays finished trajectories through
+the harness: where REHEARSE's answer contradicts what a rule and the tracked state say, that is counted, and can be a
+penalty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from envace_jax.config import UserError
+from envace_jax.datasets.records import Task
+from envace_jax.text.transcript import ToolCall, Transcript, canonical_json
+from envace_jax.worldbook.brief import BriefLimits, clip, fenced, worldbook_sections
+from envace_jax.worldbook.harness import Harness, HarnessConfig
+from envace_jax.worldbook.ingest import observation_value
+from envace_jax.worldbook.retrieve import RetrievalCache, Retriever
+from envace_jax.worldbook.store import Worldbook
+from envace_jax.worldbook.workspace import Session, open_session, summarize_state
+
+if TYPE_CHECKING:
+    from envace_jax.rehearsal.grounding import Brief
+
+
+def task_group(task: Task) -> str:
+    """The trajectory group of a task, as `envace_jax.datasets.traces.episode_from_task` names it."""
+    return str(task.meta.get("scenario") or task.uuid)
+
+
+class WorldbookGrounding:
+    """Briefs out of a worldbook for REHEARSE (`envace_jax.rehearsal.grounding.Grounding`).
+
+    Args:
+        hint: say what a rule would answer where one fires. Off by default: then REHEARSE must work it out.
+        state: ``tracked``: REHEARSE sees what its own earlier answers imply, and nothing else of the state; ``full``:
+            the task's explicit initial state as well; ``none``.
+        chars: room for the whole brief.
+    """
+
+    def __init__(
+        self,
+        book: Worldbook,
+        *,
+        identity: str = "names",
+        hint: bool = False,
+        state: str = "tracked",
+        chars: int = 6_000,
+        cache: int = 10_000,
+    ):
+        if state not in ("tracked", "full", "none"):
+            raise UserError(f"worldbook grounding: state={state!r}: expected tracked, full or none")
+        self.book = book
+        self.retriever = Retriever(book, identity)
+        self.harness = Harness(book, None, HarnessConfig())
+        self.hint, self.state, self.chars = hint, state, chars
+        self.cache = RetrievalCache(cache)
+        self._sessions = RetrievalCache(cache)
+        self.limits = BriefLimits(state=False, similar_chars=1_200, demo_chars=800)
+
+    def brief(self, task: Task, state: Any, call: ToolCall) -> Brief:
+        """The brief for one call: notes only, since recorded answers come gated and sanitised inside them."""
+        from envace_jax.rehearsal.grounding import Brief
+
+        turns = episode_turns(state)
+        key = (self.book.digest, task.uuid, call.name, canonical_json(call.arguments), turns)
+        return self.cache.get(key, lambda: Brief((), self._notes(task, turns, call)))
+
+    def session(self, task: Task, turns: Sequence[tuple[str, str, str]]) -> Session:
+        """The session of a task after some turns: what the answers so far imply is tracked, whoever wrote them."""
+        if not turns:
+            initial = task.meta.get("initial_state") if self.state == "full" else None
+            instruction = task.user_turns[0] if task.user_turns else ""
+            return open_session(initial, group=task_group(task), instruction=instruction)
+        return self._sessions.get((task.uuid, tuple(turns)), lambda: self._after(task, turns))
+
+    def _after(self, task: Task, turns: Sequence[tuple[str, str, str]]) -> Session:
+        name, arguments, text = turns[-1]
+        return self.harness.observe(self.session(task, turns[:-1]), name, json.loads(arguments), text)
+
+    def _notes(self, task: Task, turns: Sequence[tuple[str, str, str]], call: ToolCall) -> tuple[str, ...]:
+        session = self.session(task, turns)
+        group = task_group(task)
+        found = self.retriever.retrieve(session, call.name, dict(call.arguments), exclude=group, similar=3)
+        notes: list[str] = []
+        if self.state != "none" and turns:
+            known = summarize_state(session.state, 1_500)
+            notes.append("# State as tracked (what is not listed is unknown, not absent)\n" + fenced(known, 1_600))
+        notes += worldbook_sections(self.book, session, call.name, dict(call.arguments), found, self.limits)
+        if self.hint:
+            _, result = self.harness.step(session, call.name, call.arguments)
+            rule = next((r for r in self.book.rules if r.id == result.rule_id), None)
+            if result.source == "rule" and rule is not None and self.retriever.rule_visible(rule, group):
+                notes.insert(0, f"# A rule answers\n{result.text}")
+        out: list[str] = []
+        room = self.chars
+        for note in notes:
+            if room <= 0:
+                break
+            out.append(clip(note, room))
+            room -= len(note)
+        return tuple(out)
+
+
+def episode_turns(state: Any) -> tuple[tuple[str, str, str], ...]:
+    """(name, arguments as JSON, observation) of every answered call of an episode state or a transcript."""
+    transcript: Transcript = getattr(state, "history", state) or ()
+    pairs = [p for turn in transcript for s in turn.steps for p in zip(s.output.calls, s.observations)]
+    output = getattr(state, "output", None)
+    if output is not None:
+        # Parallel calls: those of the latest output that have been answered already.
+        pairs += zip(output.calls, state.observations)
+    return tuple((call.name, canonical_json(call.arguments), observation.text) for call, observation in pairs)
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """How a transcript's answers stand to the worldbook: calls that a rule could judge, and how many contradict it."""
+
+    calls: int
+    judged: int
+    contradictions: int
+
+    @property
+    def share(self) -> float | None:
+        """Contradictions as a share of the calls that a rule could judge; None where it could judge none."""
+        return self.contradictions / self.judged if self.judged else None
+
+
+class ConsistencyWatch:
+    """Counts answers that contradict rules and tracked state. The tracked state follows the answers, not the rules, so
+    that one lapse is counted once."""
+
+    def __init__(self, book: Worldbook):
+        self.harness = Harness(book, None, HarnessConfig())
+
+    def check(self, task: Task, transcript: Transcript) -> Consistency:
+        """The counts for one finished episode."""
+        session = open_session(task.meta.get("initial_state"), group=task_group(task))
+        calls = judged = contradictions = 0
+        for name, arguments, text in episode_turns(transcript):
+            values = json.loads(arguments)
+            _, result = self.harness.step(session, name, values)
+            calls += 1
+            if result.source == "rule":
+                judged += 1
+                same = "".join(result.text.split()) == "".join(text.split())
+                contradictions += not (same or result.value == observation_value(text))
+            session = self.harness.observe(session, name, values, text)
+        return Consistency(calls, judged, contradictions)
+
+    def penalty(self, task: Task, transcript: Transcript, weight: float) -> float:
+        """What to take off a trajectory's reward: the weight times the share of contradictions."""
+        share = self.check(task, transcript).share
+        return 0.0 if share is None else weight * share
