@@ -208,9 +208,10 @@ def receive_observation(state: EpisodeState, observation: Observation) -> Episod
 
 def _settle(state: EpisodeState) -> EpisodeState:
     """Answers calls in order until one needs REHEARSE or the outside source, or none is left."""
-    assert state.output is not None
-    while len(state.observations) < len(state.output.calls):
-        call = state.output.calls[len(state.observations)]
+    output = state.output
+    assert output is not None
+    while len(state.observations) < len(output.calls):
+        call = output.calls[len(state.observations)]
         error = _check(state, call)
         if error is not None:
             state = _observe(_with_codes(state, Role.ACT, error.code), *_error(error.code, error.message))
@@ -220,7 +221,7 @@ def _settle(state: EpisodeState) -> EpisodeState:
             return state.but(phase=Phase.OBSERVE)
         else:
             return _want_rehearsal(state)
-    step = Step(state.output, state.observations)
+    step = Step(output, state.observations)
     pieces = state.setting.chat.observation_ids(state.pieces)
     state = state.but(steps=(*state.steps, step), output=None, observations=(), pieces=())
     return _want_act(_append(state, pieces, "observation"))

@@ -91,7 +91,7 @@ class PromptWriter:
             self._before = (*system[:at], *middle)
         # Tools and examples recur in every prompt of a task; the bounds keep a long run's memory flat.
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(chat.tokenizer.encode_data(text)))
-        self._heads, self._tools, self._examples = _Memo(), _Memo(), _Memo()
+        self._heads, self._tools, self._examples = _Memo(512), _Memo(512), _Memo(4096)
 
     def act_head(self, task: Task) -> tuple[int, ...]:
         """The head of ACT's ledger, the same for all members of a group."""
@@ -219,7 +219,7 @@ class PromptWriter:
 class _Memo:
     """What was made from an object, for as long as the object is in use; at most so many of them."""
 
-    def __init__(self, limit: int = 4096) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._kept: dict[int, tuple[Any, Any]] = {}
 

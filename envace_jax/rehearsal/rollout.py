@@ -57,7 +57,8 @@ def rollout(
         tasks: taken one by one as room becomes free, so that a long iterator does not fill memory.
         engine: a `sampling.engine.Engine`, or a `ScriptedEngine`.
         chat: the chat format.
-        judge: None plays every turn and gives no reward.
+        judge: None plays every turn and gives no reward. A judge that samples from the same engine has a method
+            `receive(completion)`, which gets every completion that is not this rollout's and ignores unknown ones.
         step, seed: part of the sampling keys.
         first_group: number of the first task's group; with several processes each has its own range.
         observe: answers the calls in place of REHEARSE.
@@ -142,7 +143,7 @@ class _Loop:
                     moved = self._completed(completions)
                 moved |= self._judged() | self._observed() | self._overdue()
                 # Nothing to do but wait for a judge or a simulator: look again soon, then ever less often.
-                nap = 0.0 if moved or self.sampling else min(LONGEST_NAP, max(0.001, 2 * nap))
+                nap = 0.0 if moved or not self.engine.idle else min(LONGEST_NAP, max(0.001, 2 * nap))
                 if nap:
                     timings["waiting"] += nap
                     time.sleep(nap)

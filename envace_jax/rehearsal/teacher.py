@@ -64,8 +64,7 @@ def demonstrate(
 
     A demonstration that is shorter than the task ends the episode where it ends.
     """
-    limits = {"max_act_tokens": 1 << 30, "max_rehearse_tokens": 1 << 30, "judged": False}
-    setting = Setting.make(chat, replace(cfg, **limits), grounding)
+    setting = Setting.make(chat, replace(cfg, judged=False), grounding)
     shown = _shown(task.messages if demonstration is None else demonstration, chat)
     state = episode.start(setting, task)
     results: tuple[str, ...] = ()

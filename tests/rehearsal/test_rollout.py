@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import random
+import sys
 import threading
 import time
+import tracemalloc
 
 import pytest
 
@@ -316,3 +319,37 @@ def test_timings(chat):
     timings: dict[str, float] = {}
     play_all(chat, timings=timings, judge=SlowJudge(polls=3))
     assert timings["wall"] > timings["engine"] >= 0 and timings["waiting"] > 0
+
+
+class Forgetful(ScriptedEngine):
+    """Keeps no record of what it was asked: only the rollout's own memory is measured."""
+
+    def submit(self, request):
+        number = super().submit(request)
+        self.requests.clear()
+        self._said.clear()
+        return number
+
+    def release(self, affinity):
+        pass
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_soak(chat):
+    """5,000 episodes: every one accounted for, memory flat within 2%."""
+    cfg = RolloutConfig(EpisodeConfig(rehearse_prompt="compact", max_acts=5), live_episodes=64)
+    source = (make_task(uuid=str(k)) for k in range(5_000))
+    engine = Forgetful(luck, chat.tokenizer, delay=lambda request: 1 + request.key[2] % 5)
+    seen, sizes = set(), []
+    tracemalloc.start()
+    try:
+        for trajectory in rollout(source, engine=engine, chat=chat, cfg=cfg, judge=RuleJudge()):
+            seen.add(trajectory.group)
+            if len(seen) % 500 == 0:
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0] - sys.getsizeof(seen))
+    finally:
+        tracemalloc.stop()
+    assert seen == set(range(5_000))
+    assert max(sizes[5:]) <= 1.02 * max(sizes[:5])
