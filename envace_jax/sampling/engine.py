@@ -88,8 +88,7 @@ class Engine:
         unroll = config.unroll_layers
         if unroll is None:
             unroll = jax.default_backend() == "cpu"
-        self.run = Programs(spec, options, shapes, stacked=not unroll)
-        self._cast = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(options.dtype), p))
+        self.run = Programs(spec, dataclasses.replace(options, remat="none"), shapes, stacked=not unroll)
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._pools: dict[str, Pool] = {}
         self._ids = itertools.count()
@@ -109,8 +108,7 @@ class Engine:
             )
         if pool.live or pool.waiting:
             raise RuntimeError(f"set_params('{name}') while requests are in flight: drain or cancel them first")
-        same = all(x.dtype == self.run.options.dtype for x in jax.tree.leaves(params))
-        pool.params = params if same else self._cast(params)
+        pool.params = self.run.hand_over(params)
         pool.invalidate()
 
     def submit(self, request: Request) -> int:
@@ -169,9 +167,9 @@ class Engine:
     def partial(self, request_id: int) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
         """What a live request has so far (ids, log-probabilities); None when it waits or has ended."""
         for pool in self._pools.values():
-            for row in pool.rows:
-                if row.live is not None and row.live.id == request_id:
-                    return tuple(row.live.ids), tuple(row.live.logprobs)
+            for live in pool.live.values():
+                if live.id == request_id:
+                    return tuple(live.ids), tuple(live.logprobs)
         return None
 
     def release(self, affinity: Hashable) -> None:
@@ -182,14 +180,14 @@ class Engine:
     def warm_up(self) -> list[str]:
         """Compiles every program the engine can ask for; afterwards any further compilation is counted."""
         lines = list(self.run.warm_up(self._pools["policy"].params))
-        self._compiled_at_warm_up = len(self.run.compiled)
+        self._compiled_at_warm_up = self.run.n_compiled
         return lines
 
     def stats(self) -> dict[str, float]:
         """Counters since the engine was made, and the ratios drawn from them."""
         c = dict(self._counters)
         before = self._compiled_at_warm_up
-        c["programs_compiled"] = len(self.run.compiled)
-        c["programs_compiled_after_warm_up"] = 0 if before is None else len(self.run.compiled) - before
+        c["programs_compiled"] = self.run.n_compiled
+        c["programs_compiled_after_warm_up"] = 0 if before is None else self.run.n_compiled - before
         c["occupancy"] = c["tokens_sampled"] / max(1, c["slot_iterations"])
         return c

@@ -110,12 +110,10 @@ def decode(
     keys_Bx2 = jax.lax.bitcast_convert_type(ints_BxN[:, KEY : KEY + 2], jnp.uint32)
     stops_BxS = ints_BxN[:, STOPS:]
     uniform_BxC = position_uniforms(keys_Bx2, length_B, chunk)
-    if not main.stacked:
-        params = unstack_layers(params, spec)
     width = (b, spec.n_kv_heads, chunk, spec.head_dim)
     dtype = options.dtype
     if main.stacked:
-        zeros = jnp.zeros((spec.n_layers, *width), dtype)
+        zeros = jnp.zeros_like(main.k[..., :chunk, :])  # laid out as the cache is
         buffer = KVCache(zeros, zeros)
     else:
         buffer = KVCache(*(tuple(jnp.zeros(width, dtype) for _ in range(spec.n_layers)) for _ in range(2)))
@@ -193,26 +191,23 @@ def prefill(
     """
     rows_R, starts_R = places_Rx2[:, 0], places_Rx2[:, 1]
     positions_RxP = starts_R[:, None] + jnp.arange(tokens_RxP.shape[1])[None]
-    if not main.stacked:
-        params = unstack_layers(params, spec)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array):
         k_RxKxPxDh, v_RxKxPxDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         carry = kv_cache.write_windows(carry, layer, k_RxKxPxDh, v_RxKxPxDh, rows_R, starts_R)
-        k_BxKxTxDh, v_BxKxTxDh = carry.layer(layer)
-        seen = lambda x: x.at[rows_R, :, :context].get(mode="clip")  # noqa: E731
-        return carry, kv_cache.prefill_attention(q, seen(k_BxKxTxDh), seen(v_BxKxTxDh), positions_RxP)
+        k_RxKxTxDh, v_RxKxTxDh = kv_cache.read_rows(carry, layer, rows_R, context)
+        return carry, kv_cache.prefill_attention(q, k_RxKxTxDh, v_RxKxTxDh, positions_RxP)
 
     x_RxPxD = qwen3.embed(params, tokens_RxP, options)
     return qwen3.decoder(params, spec, x_RxPxD, positions_RxP, attend, main, options=options)[1]
 
 
-def unstack_layers(params: Any, spec: Qwen3Spec) -> Any:
-    """The same parameters with one tree a layer, which `decoder` unrolls."""
-    layers = params["layers"]
-    if isinstance(layers, tuple):
+def hand_over(params: Any, *, spec: Qwen3Spec, dtype: Any, stacked: bool) -> Any:
+    """Parameters as the programs read them: in the compute dtype, and one tree a layer unless stacked."""
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    if stacked:
         return params
-    one = lambda i: jax.tree.map(lambda w: w[i], layers)  # noqa: E731
+    one = lambda i: jax.tree.map(lambda w: w[i], params["layers"])  # noqa: E731
     return {**params, "layers": tuple(map(one, range(spec.n_layers)))}
 
 
@@ -237,12 +232,30 @@ def resize(cache: KVCache, *, length: int) -> KVCache:
     return jax.tree.map(one, cache)
 
 
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""Compiled programs of this process: engines of equal sizes share them."""
+
+
+def _signature(tree: Any) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+
+
 class Programs:
-    """Compiled programs by name and static sizes; one set serves every parameter set of the same shapes."""
+    """The compiled programs of one engine, by name and static sizes. Every parameter set of the spec uses them."""
 
     def __init__(self, spec: Qwen3Spec, options: qwen3.ForwardOptions, shapes: Shapes, *, stacked: bool):
         self.spec, self.options, self.shapes, self.stacked = spec, options, shapes, stacked
         self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.n_compiled = 0
+        self._hand_over = jax.jit(
+            functools.partial(hand_over, spec=spec, dtype=options.dtype, stacked=stacked)
+        )
+
+    def hand_over(self, params: Any) -> Any:
+        """See `hand_over`; parameters that need no change are used as they are, without a copy."""
+        same = all(x.dtype == self.options.dtype for x in jax.tree.leaves(params))
+        return params if same and self.stacked else self._hand_over(params)
 
     def cache(self, rows: int, length: int) -> KVCache:
         return kv_cache.empty_cache(self.spec, rows, length, self.options.dtype, stacked=self.stacked)
@@ -250,8 +263,13 @@ class Programs:
     def _program(self, name: str, key: tuple[Any, ...], function: Callable, donate: Any, args: tuple) -> Any:
         program = self.compiled.get((name, *key))
         if program is None:
-            jitted = jax.jit(function, donate_argnums=donate)
-            program = self.compiled[name, *key] = jitted.lower(*args).compile()
+            everywhere = (name, key, self.spec, self.options, self.shapes, _signature(args))
+            program = _COMPILED.get(everywhere)
+            if program is None:
+                program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+                _COMPILED[everywhere] = program
+                self.n_compiled += 1
+            self.compiled[name, *key] = program
         return program
 
     def decode(self, params: Any, main: KVCache, ints: np.ndarray, floats: np.ndarray, patience: int) -> Any:

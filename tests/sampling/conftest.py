@@ -1,0 +1,29 @@
+"""Parameters and small engines, made once: engines of equal sizes share their compiled programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plain import SPEC, make_params  # noqa: E402
+
+from envace_jax.sampling.engine import Engine, EngineConfig  # noqa: E402
+
+SMALL = EngineConfig(slots=4, shelf=3, max_length=88, chunk=8, prefill_chunk=32, min_share=4)
+
+
+@pytest.fixture(scope="session")
+def params():
+    return make_params()
+
+
+@pytest.fixture(scope="session")
+def make_engine(params):
+    def make(seed: int = 3, weights=None, config: EngineConfig = SMALL) -> Engine:
+        return Engine(params if weights is None else weights, SPEC, config, seed=seed)
+
+    return make

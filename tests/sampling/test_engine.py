@@ -1,0 +1,292 @@
+"""The engine against a plain decoder: same ids, same log-probabilities, whatever shares the batch."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain import SPEC, make_params, plain_decode, row_logprobs
+
+from envace_jax.config import UserError
+from envace_jax.model.qwen3 import ForwardOptions
+from envace_jax.sampling.engine import Engine, EngineConfig, Request, SamplingParams
+
+TOLERANCE = 1e-4
+
+
+def drain(engine):
+    done = {}
+    while not engine.idle:
+        for c in engine.step():
+            assert c.request_id not in done
+            done[c.request_id] = c
+    return done
+
+
+def check(completion, request, params, seed, max_length):
+    ids, logps, finish = plain_decode(params, request, seed, max_length)
+    assert list(completion.ids) == ids
+    assert completion.finish == finish
+    np.testing.assert_allclose(completion.logprobs, logps, atol=TOLERANCE)
+
+
+def ids_of(rng, n):
+    return rng.integers(4, SPEC.vocab_size, n).tolist()
+
+
+@pytest.mark.quick
+def test_group_prompts_are_prefilled_once_and_sampled_apart(make_engine, params):
+    engine = make_engine()
+    prompt = ids_of(np.random.default_rng(0), 30)
+    requests = [Request(prompt, SamplingParams(max_tokens=9), (0, m)) for m in range(4)]
+    ids = [engine.submit(r) for r in requests]
+    done = drain(engine)
+    for i, r in zip(ids, requests):
+        check(done[i], r, params, 3, engine.config.max_length)
+    assert len({done[i].ids for i in ids}) == 4
+    stats = engine.stats()
+    assert stats["tokens_prefilled"] == 29
+    assert stats["tokens_prompt"] == 4 * 29 and stats["tokens_reused"] == 3 * 29
+
+
+@pytest.mark.quick
+def test_ledgers_go_on_in_their_rows_and_logprobs_equal_a_full_forward(make_engine, params):
+    engine = make_engine()
+    rng = np.random.default_rng(1)
+    ledgers = {a: ids_of(rng, 5) for a in range(3)}
+    prefilled = 0
+    for turn in range(4):
+        asked = {}
+        for a, ids in ledgers.items():
+            ids += ids_of(rng, 3 if turn else 0)
+            request = Request(tuple(ids), SamplingParams(0.8, max_tokens=7, stop_ids=(2, 3)), (turn, a), affinity=a)
+            asked[engine.submit(request)] = (a, request)
+        prefilled += sum(4 if turn else 0 for _ in ledgers) if turn else 3 * 4
+        for i, c in drain(engine).items():
+            a, request = asked[i]
+            check(c, request, params, 3, engine.config.max_length)
+            start = len(ledgers[a])
+            ledgers[a] += c.ids
+            np.testing.assert_allclose(
+                c.logprobs, row_logprobs(params, ledgers[a], start, 0.8), atol=TOLERANCE
+            )
+    assert engine.stats()["tokens_prefilled"] <= prefilled  # three new tokens and the last sampled one, never more
+
+
+@pytest.mark.quick
+def test_order_of_admission_and_neighbours_change_nothing(make_engine):
+    rng = np.random.default_rng(2)
+    requests = [
+        Request(ids_of(rng, int(rng.integers(1, 50))), SamplingParams(max_tokens=12, stop_ids=(1,)), (i,))
+        for i in range(9)
+    ]
+    seen = []
+    for order in (range(9), reversed(range(9)), [4, 0, 8, 2, 6, 1, 3, 5, 7]):
+        engine = make_engine()
+        by_id = {engine.submit(requests[i]): i for i in order}
+        seen.append({by_id[k]: (c.ids, c.finish) for k, c in drain(engine).items()})
+    alone = make_engine()
+    one = alone.submit(requests[5])
+    assert seen[0] == seen[1] == seen[2]
+    c = drain(alone)[one]
+    assert seen[0][5] == (c.ids, c.finish)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["new", "continue", "continue", "twin", "cancel", "release", "step", "step"]),
+        st.integers(0, 10**6),
+    ),
+    min_size=4,
+    max_size=24,
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(OPERATIONS)
+def test_any_history_of_requests_equals_the_plain_decoder(make_engine, params, operations):
+    engine = make_engine()
+    ledgers: dict[int, list[int]] = {}
+    busy: dict[int, tuple[int | None, Request]] = {}
+    cancelled, checked, prompts = set(), 0, [[5, 6, 7]]
+
+    def take(completions):
+        nonlocal checked
+        for c in completions:
+            ledger, request = busy.pop(c.request_id)
+            if c.request_id in cancelled:
+                assert c.finish == "cancelled"
+            else:
+                check(c, request, params, 3, engine.config.max_length)
+                checked += 1
+            if ledger is not None:
+                ledgers[ledger] = list(request.prompt_ids) + list(c.ids)
+
+    def submit(ledger, prompt, n, rng):
+        sampling = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_p=float(rng.choice([0.6, 1.0])),
+            top_k=int(rng.choice([0, 5])),
+            max_tokens=1 + n % 19,
+            stop_ids=(1, 2)[: n % 3],
+        )
+        request = Request(prompt, sampling, (n,), affinity=ledger)
+        prompts.append(prompt)
+        busy[engine.submit(request)] = (ledger, request)
+
+    for i, (operation, n) in enumerate(operations):
+        rng = np.random.default_rng(n)
+        free = [a for a in ledgers if a not in {b for b, _ in busy.values()}]
+        if operation == "new":
+            submit(i, ids_of(rng, 1 + n % 60), n, rng)
+        elif operation == "twin":
+            base = prompts[n % len(prompts)]
+            submit(None if n % 2 else i, base[: 1 + n % len(base)] + ids_of(rng, n % 4), n, rng)
+        elif operation == "continue" and free:
+            a = free[n % len(free)]
+            prompt = ledgers[a] + ids_of(rng, n % 9)
+            if len(prompt) < engine.config.max_length:
+                submit(a, prompt, n, rng)
+        elif operation == "cancel" and busy:
+            request_id = sorted(busy)[n % len(busy)]
+            cancelled.add(request_id)
+            engine.cancel(request_id)
+        elif operation == "release" and free:
+            engine.release(free[n % len(free)])
+        elif operation == "step":
+            take(engine.step())
+    while not engine.idle:
+        take(engine.step())
+    assert not busy
+
+
+def test_a_broken_row_is_reported_and_others_are_not_touched(make_engine, params):
+    poison = 60
+    weights = params | {"embed": params["embed"].at[poison].set(jax.numpy.nan)}
+    # The untied copy keeps the poison out of everybody's logits.
+    spec = SPEC.__class__(**{**SPEC.__dict__, "tie_embeddings": False})
+    weights["lm_head"] = params["embed"].T
+    engine = Engine(weights, spec, EngineConfig(slots=4, shelf=0, max_length=40, chunk=4, prefill_chunk=16))
+    rng = np.random.default_rng(3)
+    good = [Request(ids_of(rng, 9)[:8] + [7], SamplingParams(max_tokens=6, top_k=3), (i,)) for i in range(3)]
+    good = [Request([t % 60 for t in r.prompt_ids], r.params, r.key) for r in good]
+    bad = Request([7, poison, 9], SamplingParams(max_tokens=6), (9,), affinity="bad")
+    ids = [engine.submit(r) for r in (good[0], bad, good[1], good[2])]
+    done = drain(engine)
+    assert (done[ids[1]].finish, done[ids[1]].ids) == ("nan", ())
+    for i, r in zip((ids[0], ids[2], ids[3]), good):
+        if poison not in done[i].ids:
+            want = plain_decode(weights, r, 0, 40, spec)
+            assert list(done[i].ids) == want[0] and done[i].finish == want[2]
+    assert engine.stats()["rows_nan"] >= 1
+    again = engine.submit(good[0])  # the broken row's lane serves again
+    assert drain(engine)[again].ids == done[ids[0]].ids
+
+
+def test_parameter_sets_have_their_own_rows(make_engine, params):
+    engine = make_engine()
+    other = make_params(7)
+    engine.set_params(other, "second")
+    prompt = ids_of(np.random.default_rng(4), 12)
+    requests = [Request(prompt, SamplingParams(max_tokens=8), (i,), param_set=n) for i, n in enumerate(["policy", "second"] * 3)]
+    ids = [engine.submit(r) for r in requests]
+    done = drain(engine)
+    for i, r in zip(ids, requests):
+        check(done[i], r, params if r.param_set == "policy" else other, 3, engine.config.max_length)
+
+
+def test_new_weights_forget_old_keys_and_values(make_engine, params):
+    engine = make_engine()
+    request = Request(ids_of(np.random.default_rng(5), 20), SamplingParams(max_tokens=6), (0,), affinity="a")
+    engine.submit(request)
+    with pytest.raises(RuntimeError, match="in flight"):
+        engine.set_params(params)
+    drain(engine)
+    other = make_params(8)
+    engine.set_params(other)
+    i = engine.submit(request)
+    check(drain(engine)[i], request, other, 3, engine.config.max_length)
+
+
+@pytest.mark.quick
+def test_refusals_name_size_and_limit(make_engine):
+    engine = make_engine()
+    with pytest.raises(UserError, match=r"prompt of 88 tokens does not fit: a row holds 88"):
+        engine.submit(Request([5] * 88, SamplingParams(), (0,)))
+    with pytest.raises(UserError, match="no parameter set 'judge'"):
+        engine.submit(Request([5], SamplingParams(), (0,), param_set="judge"))
+    with pytest.raises(UserError, match="stop ids"):
+        engine.submit(Request([5], SamplingParams(stop_ids=tuple(range(9))), (0,)))
+    with pytest.raises(UserError, match="prompt of 0 tokens"):
+        engine.submit(Request([], SamplingParams(), (0,)))
+    assert engine.idle
+    i = engine.submit(Request([5] * 87, SamplingParams(max_tokens=50), (0,)))
+    assert len(drain(engine)[i].ids) == 1  # the row is full: one more token and no further
+
+
+def test_cancelling_frees_the_lane_and_returns_what_was_there(make_engine, params):
+    engine = make_engine()
+    prompt = [9, 8, 7]
+    requests = [Request(prompt, SamplingParams(max_tokens=60), (i,)) for i in range(6)]
+    ids = [engine.submit(r) for r in requests]
+    first = engine.step()
+    assert not first
+    engine.cancel(ids[1])
+    engine.cancel(ids[5])  # still waits for a lane
+    engine.cancel(ids[1])
+    engine.cancel(12345)
+    done = drain(engine)
+    assert [done[i].finish for i in ids] == ["length", "cancelled", "length", "length", "length", "cancelled"]
+    assert done[ids[5]].ids == ()
+    n = len(done[ids[1]].ids)
+    assert 0 < n < 60
+    assert list(done[ids[1]].ids) == plain_decode(params, requests[1], 3, 88)[0][:n]
+
+
+def test_nothing_compiles_after_warm_up(params):
+    engine = Engine(params, SPEC, EngineConfig(slots=2, shelf=2, max_length=40, chunk=4, prefill_chunk=16))
+    engine.warm_up()
+    rng = np.random.default_rng(6)
+    ledgers = {a: ids_of(rng, 1 + 5 * a) for a in range(5)}
+    for turn in range(3):
+        asked = {}
+        for a, ids in ledgers.items():
+            if len(ids) < 38:
+                asked[engine.submit(Request(ids, SamplingParams(max_tokens=1 + turn), (turn, a), affinity=a))] = a
+        for i, c in drain(engine).items():
+            ledgers[asked[i]] += [*c.ids, *ids_of(rng, 2)]
+    assert engine.stats()["programs_compiled_after_warm_up"] == 0
+    assert engine.stats()["requests"] >= 13
+
+
+def test_scanned_layers_give_the_same(make_engine, params):
+    config = EngineConfig(slots=4, shelf=3, max_length=88, chunk=8, prefill_chunk=32, min_share=4, unroll_layers=False)
+    engine = make_engine(config=config)
+    rng = np.random.default_rng(7)
+    requests = [Request(ids_of(rng, 20 + i), SamplingParams(max_tokens=9), (i,)) for i in range(5)]
+    ids = [engine.submit(r) for r in requests]
+    done = drain(engine)
+    for i, r in zip(ids, requests):
+        check(done[i], r, params, 3, 88)
+
+
+def test_the_sampler_computes_in_the_learners_dtype(params):
+    options = ForwardOptions(dtype=jax.numpy.bfloat16)
+    engine = Engine(
+        params, SPEC, EngineConfig(slots=2, shelf=0, max_length=40, chunk=4, prefill_chunk=16), options=options
+    )
+    request = Request([5, 9, 12], SamplingParams(max_tokens=12), (0,))
+    c = drain(engine) if engine.submit(request) is None else drain(engine)
+    (c,) = c.values()
+    ids = jax.numpy.asarray([*request.prompt_ids, *c.ids])
+    from envace_jax.model import qwen3
+
+    n = len(ids)
+    hidden = qwen3.forward(
+        params, SPEC, ids[None], jax.numpy.arange(n)[None], jax.numpy.ones((1, n), int), options=options
+    )
+    logp = jax.nn.log_softmax(qwen3.unembed(params, hidden[0], options), -1)
+    want = np.asarray(logp)[np.arange(2, n - 1), np.asarray(ids)[3:]]
+    assert np.abs(np.exp(np.abs(want - np.asarray(c.logprobs))) - 1).mean() < 0.05
