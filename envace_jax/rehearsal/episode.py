@@ -260,7 +260,8 @@ def _want_rehearsal(state: EpisodeState) -> EpisodeState:
         return _end(state, "max_segments")
     writer, cfg = state.setting.writer, state.setting.cfg
     asked = scene(state)
-    given = [*asked.brief.notes, *(writer.example(record) for record in asked.brief.examples)]
+    examples = (writer.example(record) for record in asked.brief.examples)
+    given = [*writer.late_tools(asked), *asked.brief.notes, *examples]
     row = state.rows[state.rehearse_row] if state.rehearse_row is not None else None
     if cfg.context == "stream" and row is not None:
         news = [*(text for text in given if text not in state.told), *state.news]

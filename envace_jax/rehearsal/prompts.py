@@ -148,9 +148,10 @@ class PromptWriter:
             return ""
         return self._tools.of(task, lambda t: "".join(f"{canonical_json(tool)}\n" for tool in t.tools))
 
-    def _late_tools(self, scene: Scene) -> str:
+    def late_tools(self, scene: Scene) -> tuple[str, ...]:
+        """The tools that a later turn brought along."""
         late = scene.task.tools_at(scene.turn)[len(scene.task.tools) :]
-        return "" if self.compact else "".join(f"{canonical_json(tool)}\n" for tool in late)
+        return () if self.compact else tuple(canonical_json(tool) for tool in late)
 
     def messages(self, scene: Scene) -> tuple[str, str]:
         """System and user text of a prompt, for a simulator outside the engine."""
@@ -207,7 +208,7 @@ class PromptWriter:
         if self.compact:
             return [COMPACT_HEAD], [], examples, [], entries, results
         return (
-            ["# Tools\n", self.tools(scene.task), self._late_tools(scene)],
+            ["# Tools\n", self.tools(scene.task), *(f"{tool}\n" for tool in self.late_tools(scene))],
             ["\n# Recorded calls and knowledge\n"] if examples else [],
             examples,
             ["\n# Conversation so far\n"] if entries else [],

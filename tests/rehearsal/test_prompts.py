@@ -221,3 +221,20 @@ def test_make_grounding():
     assert isinstance(make_grounding("past"), PastGrounding)
     with pytest.raises(UserError, match="worldbook"):
         make_grounding("worldbook")
+
+
+@pytest.mark.parametrize("context", ["stateless", "stream"])
+def test_tools_of_a_later_turn(chat, context):
+    """Refused before their turn, told to REHEARSE from then on, once in a stream."""
+    look, cancel = make_task().tools
+    task = make_task(tools=(cancel,), meta={"late_tools": {"1": [look]}})
+    act = (call_text("get_order", order_id="A1") + call_text("cancel_order", order_id="A1"), *ACT_SCRIPT[1:])
+    prompts = []
+
+    def watch(state, need):
+        if isinstance(need, Need) and need.role is Role.REHEARSE:
+            prompts.append(chat.tokenizer.decode(need.prompt_ids))
+
+    played = play(task, chat, act, REHEARSE_SCRIPT[1:], watch=watch, context=context, grounding=NoGrounding())
+    assert played.error_codes == ("act:TOOL_NOT_AVAILABLE",) and played.end_reason == "completed"
+    assert [text.count('"function": {"name": "get_order"') for text in prompts] == [0, 1]
