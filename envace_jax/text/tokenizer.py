@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides the ids; equal for tokenizers that give equal ids."""
+        """Hash of what decides the ids; two files of one kind with equal fingerprints give equal ids."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which tag strings are tags."""

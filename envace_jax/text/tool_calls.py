@@ -89,7 +89,7 @@ def parse_assistant(text: str, *, mode: str = "strict", truncated: bool = False)
     if len(clean) > MAX_CHARS:
         message = f"The output has {len(clean)} characters; at most {MAX_CHARS} are read. Write less."
         return AssistantOutput(text, None, "", (), OUTPUT_TOO_LARGE, message, truncated)
-    scan = _Scan(clean, strict=mode == "strict")
+    scan = _Scan(clean)
     thinking, reply, faults = scan.thinking(), scan.reply(), scan.faults
     if truncated:
         message = "The output was cut off at its length limit. Write a shorter one."
@@ -113,14 +113,14 @@ def parse_execution_result(text: str, *, objects_only: bool = False) -> ParsedRe
 class _Scan:
     """One pass over an output, tag by tag: thoughts, visible text, calls and faults in order."""
 
-    def __init__(self, text: str, strict: bool):
+    def __init__(self, text: str):
         self.calls: list[ToolCall] = []
         self.faults: list[_Fault] = []
         self._thoughts: list[str] = []
         self._visible: list[str] = []
         self._last_close = text.rfind(END_CALL)
         try:
-            self._run(text, strict)
+            self._run(text)
         except _Fault as fault:  # nothing after it is read
             self.faults.append(fault)
 
@@ -132,7 +132,7 @@ class _Scan:
         """What is left for a user to see."""
         return "\n".join(part for part in (p.strip() for p in self._visible) if part)
 
-    def _run(self, text: str, strict: bool) -> None:
+    def _run(self, text: str) -> None:
         at = blocks = 0
         while tag := _TAG.search(text, at):
             before, at = text[at : tag.start()], tag.end()
@@ -152,7 +152,7 @@ class _Scan:
                 try:
                     at = self._call(text, at)
                 except _Fault as fault:
-                    if strict or fault.code == TOO_MANY_CALLS:
+                    if fault.code == TOO_MANY_CALLS:
                         raise
                     self.faults.append(fault)
                     at = _resume(text, at)

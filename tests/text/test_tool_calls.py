@@ -195,6 +195,8 @@ def test_thinking_comes_off_first():
     assert (out.thinking, out.reply, out.calls) == ("opened by the prompt", "Hello", (F,))
     out = parse_assistant("<think>a</think>one <think>" + G + "</think>two" + G)
     assert (out.thinking, out.reply, out.calls) == ("a\n" + G, "one\ntwo", (F,))
+    out = parse_assistant("said" + G + "more</think>end")  # a stray closing tag after a call ends no thinking
+    assert (out.thinking, out.reply, out.calls) == (None, "said\nmore\nend", (F,))
     out = parse_assistant("<think></think>x")
     assert (out.thinking, out.reply) == ("", "x")
 
