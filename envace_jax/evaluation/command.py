@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -240,20 +240,22 @@ def folder_digest(path: str) -> str:
 
 
 def seen_in_training(cfg: ConfigDict) -> tuple[str, ...] | None:
-    """Sources of tasks that the model was trained on, from the run that made it; None where nothing says so."""
+    """Sources of tasks that the model was trained on, from its card or its run; None where nothing says so."""
     from envace_jax.datasets.bfcl import SOURCE as BFCL
 
     names = {"bfcl": (BFCL,), "tau2": ("tau2_airline", "tau2_retail")}
-    for folder in filter(None, (cfg.model.path, cfg.run_dir)):
-        for name in ("envace_run.json", "config.json"):
-            try:
-                values = json.loads((Path(folder) / name).read_text())
-            except (OSError, ValueError):
-                continue
-            source = values.get("data.source") if isinstance(values, dict) else None
-            if isinstance(source, str):
-                return tuple(sorted(s for name in source.split("+") for s in names.get(name, (name,))))
-    return None
+    source = _source_in_card(Path(cfg.model.path)) if cfg.model.path else None
+    if source is None:
+        return None
+    return tuple(sorted(s for name in source.split("+") for s in names.get(name, (name,))))
+
+
+def _source_in_card(folder: Path) -> str | None:
+    try:
+        found = re.search(r"^\| data\.source \| ([\w+]+) \|", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if found is None or found[1] == "unknown" else found[1]
 
 
 def _count(benchmark: Benchmark, tasks: Sequence[Task]) -> dict[str, int]:
