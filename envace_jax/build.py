@@ -31,6 +31,7 @@ __all__ = [
     "make_judge",
     "mesh_for",
     "model_spec",
+    "rules_for",
     "tokenizer_folder",
 ]
 
@@ -41,6 +42,11 @@ def mesh_for(cfg: ConfigDict) -> jax.sharding.Mesh | None:
     if all(n == 1 for n in sizes.values()):
         return None
     return make_mesh(**sizes)
+
+
+def rules_for(cfg: ConfigDict) -> Rules:
+    """The layout rules of the learner: the defaults, and the sequence cut where `mesh.sequence` says so."""
+    return Rules(sequence=cfg.mesh.sequence or None)
 
 
 def model_spec(cfg: ConfigDict, chat: ChatFormat | None = None) -> Qwen3Spec:

@@ -60,6 +60,9 @@ COMMANDS: dict[str, Command] = {
         "envace_jax.model.command:run_export", "write a run's model as a Hugging Face folder", False, "add_export"
     ),
     "show": Command("envace_jax.report.show:run_show", "print one task as the policy sees it", True, "add_arguments"),
+    "plan": Command(
+        "envace_jax.planning.command:run_plan", "does the run fit a slice, and what will it cost", True, "add_arguments"
+    ),
     "doctor": Command("envace_jax.report.doctor:run_doctor", "versions, devices, disk, endpoints, template"),
     "config": Command("envace_jax.cli:run_config", "print the resolved configuration as JSON"),
 }

@@ -54,6 +54,7 @@ def default_config() -> ConfigDict:
                 "dtype": "float32",  # compute dtype; master weights are float32
                 "remat": "none",
                 "attention": "xla",
+                "moe_chunk": 0,  # tokens of a shard that go through the experts at a time; 0: all
             },
             "chat": {
                 "thinking": False,
@@ -152,7 +153,20 @@ def default_config() -> ConfigDict:
                 "tasks": 0,
                 "batch_rows": 64,
             },
-            "mesh": {"replica": 1, "fsdp": 1, "tensor": 1, "expert": 1},
+            "mesh": {
+                "replica": 1,
+                "fsdp": 1,
+                "tensor": 1,
+                "expert": 1,
+                "sequence": "",  # "tensor": cut the residual stream of training rows over the tensor axis too
+            },
+            "plan": {
+                "topology": "",  # what `plan` compiles for: v5p:2x2x4, v5e:4x8, h100:8
+                "rollout_tensor": 1,  # chips that share one sampler (they cut its heads)
+                "rollout_expert": 1,  # times as many, over which a mixture's experts are cut
+                "chip_hour": 0.0,  # price of one chip for one hour
+                "fill": 1.0,  # tokens of a usual step, as a share of every trajectory at its limits
+            },
             "checkpoint": {"every": 50, "keep": 3, "resume": True},
             "evaluation": {
                 "every": 0,
@@ -283,7 +297,8 @@ SOURCES = ("quickstart", "cm2", "bfcl", "tau2")
 CHECKS: dict[str, Check] = {
     "seed": at_least(0),
     "model.dtype": one_of("float32", "bfloat16"),
-    "model.remat": one_of("none", "full", "dots"),
+    "model.remat": one_of("none", "full", "attention", "dots", "offload"),
+    "model.moe_chunk": at_least(0),
     "model.attention": one_of("xla", "auto", "splash", "cudnn", "chunked"),
     "chat.tool_docs": one_of("full", "none"),
     "chat.old_thinking": one_of("strip", "keep"),
@@ -350,6 +365,11 @@ CHECKS: dict[str, Check] = {
     "mesh.fsdp": at_least(1),
     "mesh.tensor": at_least(1),
     "mesh.expert": at_least(1),
+    "mesh.sequence": one_of("", "tensor"),
+    "plan.rollout_tensor": at_least(1),
+    "plan.rollout_expert": at_least(1),
+    "plan.chip_hour": at_least(0),
+    "plan.fill": between(0, 1),
     "checkpoint.every": at_least(1),
     "checkpoint.keep": at_least(1),
     "evaluation.every": at_least(0),

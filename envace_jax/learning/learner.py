@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from envace_jax.build import longest_row
+from envace_jax.build import longest_row, rules_for
 from envace_jax.learning.loss import LossConfig
 from envace_jax.learning.metrics import Metrics
 from envace_jax.learning.packing import TrainRow, loss_denominator, microbatches, needs_gradient, pack_rows
@@ -48,6 +48,9 @@ def update_config(cfg: ConfigDict, mesh: Mesh | None = None) -> UpdateConfig:
         drift_limit=c.max_probability_error,
         compute_dtype=cfg.model.dtype,
         remat=cfg.model.remat,
+        attention=cfg.model.attention,
+        moe_chunk=cfg.model.moe_chunk,
+        rules=rules_for(cfg),
         rows=rows,
         row_tokens=c.row_tokens,
         capacity=max(1, -(-tokens // (rows * c.row_tokens))),

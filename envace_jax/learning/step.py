@@ -43,6 +43,7 @@ class UpdateConfig:
 
     A microbatch is `rows` batch rows of `row_tokens` ids; `capacity` is the number of microbatches that the program
     has room for.  drift_limit: an update whose mean exp|learner - sampler| exceeds it is not taken (0: no limit).
+    attention, moe_chunk, rules: see `model.qwen3.ForwardOptions`.
     """
 
     lr: float = 1e-6
@@ -56,6 +57,9 @@ class UpdateConfig:
     drift_limit: float = 0.0
     compute_dtype: str = "float32"
     remat: str = "none"
+    attention: str = "xla"
+    moe_chunk: int = 0
+    rules: Rules = Rules()
     rows: int = 8
     row_tokens: int = 256
     capacity: int = 16
@@ -116,9 +120,16 @@ class Update:
     The state is a pytree {"params", "opt_state", "step"}; `update` takes it over (its buffers are donated).
     """
 
-    def __init__(self, spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()):
+    def __init__(self, spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules | None = None):
+        rules = config.rules if rules is None else rules
         self.spec, self.config, self.mesh, self.rules = spec, config, mesh, rules
-        self.options = ForwardOptions(dtype=jnp.dtype(config.compute_dtype), remat=config.remat, rules=rules)
+        self.options = ForwardOptions(
+            dtype=jnp.dtype(config.compute_dtype),
+            remat=config.remat,
+            rules=rules,
+            attention=config.attention,
+            moe_chunk=config.moe_chunk,
+        )
         self.optimizer = config.optimizer()
         self.capacity = config.capacity
         self.compile_seconds: dict[str, float] = {}
@@ -139,7 +150,7 @@ class Update:
     def _batch_sharding(self) -> NamedSharding | None:
         if self.mesh is None:
             return None
-        return NamedSharding(self.mesh, P(None, self.rules.batch, self.rules.sequence))
+        return NamedSharding(self.mesh, P(None, self.rules.batch, None))
 
     def _scalar_sharding(self) -> NamedSharding | None:
         return NamedSharding(self.mesh, P()) if self.mesh is not None else None
@@ -330,7 +341,9 @@ class Update:
             return self._copy(params)
 
 
-def make_update(spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules = Rules()) -> Update:
+def make_update(
+    spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules | None = None
+) -> Update:
     """The programs for one model and configuration; `Update.compile` compiles them."""
     return Update(spec, config, mesh, rules)
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from envace_jax.config import UserError
+from envace_jax.config import UserError, default_config, set_key
 from envace_jax.model import hub
+from envace_jax.model.card import CardFacts
 from envace_jax.model.hf_folder import Progress, verify_folder
 from envace_jax.model.safetensors_io import DTYPES
 
 DTYPE_OPTION = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+BENCHMARKS = {"bfcl": "BFCL multi-turn", "tau2": "tau2-bench airline and retail"}
+"""Data sources that are benchmarks."""
 assert set(DTYPE_OPTION.values()) <= DTYPES.keys()
 
 
@@ -68,3 +74,98 @@ def run_import(args: argparse.Namespace) -> None:
             progress=progress,
         )
     print(f"{folder}: {verify_folder(folder)} files, checked; train with --config.model.path={folder}")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="folder of a run")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest whole one)")
+    parser.add_argument("--set", default="policy", dest="name", help="parameter set of an arm with several")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_OPTION), default="bfloat16", help="dtype of the weights")
+    _add_writing(parser)
+    parser.add_argument("--push_to", metavar="OWNER/NAME", help="upload the folder to this hub repository")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def run_export(args: argparse.Namespace) -> None:
+    """Writes a run's policy as a Hugging Face folder with tokenizer, template, model card and checksums."""
+    import jax
+    import jax.numpy as jnp
+
+    from envace_jax.learning.checkpoint import Checkpoints, file_digest
+    from envace_jax.model.card import model_card
+    from envace_jax.model.hf import save_params
+    from envace_jax.model.qwen3 import param_shapes
+    from envace_jax.model.spec import Qwen3Spec
+    from envace_jax.text.build import chat_format
+
+    limit = shard_bytes(args)
+    values = _read_json(args.run_dir / "config.json")
+    if not values:
+        raise UserError(f"{args.run_dir}: no config.json there; expected the folder of a run")
+    cfg = default_config()
+    with cfg.unlocked():
+        for key, value in values.items():
+            set_key(cfg, key, tuple(value) if isinstance(value, list) else value)
+    checkpoints = Checkpoints(args.run_dir / "checkpoints", say=print)
+    step = checkpoints.latest() if args.step is None else args.step
+    if step is None:
+        raise UserError(f"{args.run_dir}/checkpoints: no whole checkpoint there")
+    meta = checkpoints.read_meta(step)
+    spec = Qwen3Spec.from_hf_config(meta["model"])
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), param_shapes(spec, jnp.float32)
+    )
+    params = checkpoints.restore(step, {args.name: {"params": shapes}}, partial=True)[args.name]["params"]
+    manifest = checkpoints.folder / f"step_{step:08d}.sha256"
+    chat = chat_format(cfg)
+    with tempfile.TemporaryDirectory() as tokenizer_dir, progress_bar() as progress:
+        chat.tokenizer.save(tokenizer_dir, chat.template())
+        folder = save_params(
+            args.out,
+            params,
+            spec,
+            dtype=DTYPE_OPTION[args.dtype],
+            shard_bytes=limit,
+            tokenizer_dir=tokenizer_dir,
+            texts={"README.md": model_card(args.out.name, spec, run_facts(args.run_dir, values, step))},
+            source_id=f"{file_digest(manifest)} {args.name} {args.dtype}",
+            overwrite=args.overwrite,
+            progress=progress,
+        )
+    print(f"{folder}: step {step}, {verify_folder(folder)} files written and read back")
+    if args.push_to:
+        print(f"pushed: {hub.push(folder, args.push_to)}")
+
+
+def run_facts(run_dir: Path, values: dict[str, Any], step: int) -> CardFacts:
+    """What a run's folder says about it, for its model card."""
+    data = _read_json(run_dir / "data.json")
+    start = _read_json(run_dir / "start.json")
+    evaluation = []
+    if (run_dir / "metrics.jsonl").exists():
+        from envace_jax.learning.metrics import read_metrics
+        from envace_jax.learning.summary import before_and_after
+
+        before, after = before_and_after(read_metrics(run_dir))
+        evaluation = [
+            {"name": name, "value": value, "before training": before.get(name, "")} for name, value in after.items()
+        ]
+    sources = set(str(values.get("data.source", "")).split("+"))
+    seen = [title for source, title in BENCHMARKS.items() if source in sources]
+    return CardFacts(
+        config=values,
+        data={"data.source": values.get("data.source", "unknown")} | data,
+        evaluation=evaluation,
+        benchmarks_seen=seen,
+        step=step,
+        base_model=str(values.get("model.path", "")),
+        versions=start.get("packages", {}),
+    )

@@ -284,7 +284,8 @@ def decoder_with_routing(
     the index is a Python int: XLA on CPU copies what a scan slices out of a stack, decoding pays for it.
     """
     graph = _block_graph(spec, jnp.float32)
-    positions_BxT = enter(options.rules, positions_BxT)
+    if mesh_active():
+        positions_BxT = jax.reshard(positions_BxT, options.rules.spec("batch", inner_sequence(options.rules)))
     adapters = params.get("lora")
 
     def layer(state: tuple[jax.Array, Any], scanned: tuple[Any, ...]) -> tuple[Any, Routing | None]:
@@ -322,7 +323,11 @@ def output_matrix(params: Params, options: ForwardOptions) -> jax.Array:
 
 def unembed(params: Params, x_xD: jax.Array, options: ForwardOptions) -> jax.Array:
     """Float32 logits over the vocabulary for hidden states with any leading axes."""
-    return jnp.einsum("...d,dv->...v", x_xD, output_matrix(params, options), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("...d,dv->...v", x_xD, output_matrix(params, options), preferred_element_type=jnp.float32)
+    if mesh_active() and options.rules.logits is None:
+        leading = jax.typeof(logits).sharding.spec[:-1]
+        logits = jax.reshard(logits, jax.P(*leading, None))
+    return logits
 
 
 def forward(

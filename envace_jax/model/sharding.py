@@ -26,7 +26,8 @@ class Rules:
     """Logical axis -> mesh axis (or axes, or none).
 
     `embed` is the axis of weights that fully-sharded data parallelism cuts; `gather` undoes it for one layer
-    at a time, inside the scan, so that only one layer's whole weights exist at once.
+    at a time, inside the scan, so that only one layer's whole weights exist at once. `logits` is the vocabulary of
+    computed logits (`vocab` is that of the weights): None for a sampler, which sorts and draws over all of it.
     """
 
     batch: Axis = ("replica", "fsdp", "expert")
@@ -37,6 +38,7 @@ class Rules:
     head_dim: Axis = None
     ffn: Axis = "tensor"
     vocab: Axis = "tensor"
+    logits: Axis = "tensor"
     experts: Axis = "expert"
     layers: Axis = None
 
@@ -47,6 +49,10 @@ class Rules:
     def gathered(self, *logical: str | None) -> P:
         """The same with the `embed` axis whole: the layout in which a weight is used."""
         return P(*(getattr(self, name) if name and name != "embed" else None for name in logical))
+
+
+SAMPLER = Rules(batch=None, embed=None, logits=None)
+"""One sampler's devices: rows whole, heads and vocabulary cut over `tensor`, experts over `expert`."""
 
 
 def mesh_active() -> bool:

@@ -1,0 +1,162 @@
+"""Collectives of a compiled program: which mesh axes they run over, and the bytes that a chip receives.
+
+Reads the text of an optimised HLO module. Computations are followed from the entry; what a `while` body does counts
+as often as the loop runs (its known trip count, or the caller's word where the count is data).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "c64": 8}
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_OPERATION = re.compile(r"(?<=[\s)}\]])([a-z][\w\-]*)\(")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"(?:to_apply|calls|body|condition|branch_computations|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+)
+_TRIPS = re.compile(r'"?known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)"?')
+_GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction: kind, mesh axes, bytes that a chip receives a time, and how often it runs."""
+
+    kind: str
+    axes: tuple[str, ...]
+    received: float
+    times: int
+
+    @property
+    def total(self) -> float:
+        return self.received * self.times
+
+
+def _bytes(text: str) -> list[int]:
+    return [
+        ITEMSIZE[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+        for dtype, dims in _SHAPE.findall(text)
+        if dtype in ITEMSIZE
+    ]
+
+
+def _group(line: str) -> list[int] | None:
+    if found := _GROUPS.search(line) or _PAIRS.search(line):
+        first = found.group(1).split("}")[0].strip("{ ")
+        return [int(n) for n in first.split(",")] if first else None
+    if found := _IOTA.search(line):
+        shape = [int(n) for n in found.group(1).split(",")]
+        dims = [int(n) for n in found.group(2).split(",")]
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        if found.group(3):
+            ids = ids.transpose([int(n) for n in found.group(3).split(",")])
+        return ids.reshape(shape)[0].tolist()
+    return None
+
+
+def _received(kind: str, shapes: list[int], n: int) -> float:
+    """Bytes that one of n chips receives in a ring, from the shapes on the left of the instruction."""
+    if not shapes:
+        return 0.0
+    large, small = max(shapes), min(shapes)
+    if kind == "all-reduce":
+        return 2 * large * (n - 1) / n
+    if kind == "reduce-scatter":  # the result is the small part
+        return (small if len(shapes) > 1 else large) * (n - 1)
+    if kind == "collective-permute":
+        return large
+    return large * (n - 1) / n
+
+
+def _axes(group: Sequence[int], mesh_shape: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
+    coordinates = np.array(np.unravel_index(np.asarray(group), tuple(mesh_shape)))
+    return tuple(name for name, row in zip(names, coordinates) if len(set(row.tolist())) > 1)
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Instruction lines by computation, and the name of the entry."""
+    found: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = match.group(2)
+            found[current] = []
+            entry = current if match.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            found[current].append(match.group(1))
+    return found, entry
+
+
+def operation(line: str) -> str:
+    """The opcode of an instruction's right side."""
+    match = _OPERATION.search(" " + line)
+    return match.group(1) if match else ""
+
+
+def collectives(
+    text: str, mesh_shape: Sequence[int], names: Sequence[str], unknown_trips: int = 1
+) -> list[Collective]:
+    """Every collective that the program runs; loops whose count is data run `unknown_trips` times."""
+    bodies, entry = computations(text)
+    times: Counter[str] = Counter()
+
+    def visit(name: str, n: int) -> None:
+        times[name] += n
+        for line in bodies.get(name, ()):
+            called = [c.strip("% ") for found in _CALLED.findall(line) for c in found.split(",")]
+            if not called:
+                continue
+            loop = n
+            if operation(line) == "while":
+                known = _TRIPS.search(line)
+                loop = n * (int(known.group(1)) if known else unknown_trips)
+            for other in called:
+                if other in bodies:
+                    visit(other, loop)
+
+    visit(entry, 1)
+    out = []
+    for name, lines in bodies.items():
+        for line in lines if times[name] else ():
+            op = operation(line)
+            kind = op.removesuffix("-start")
+            if kind not in _KINDS:
+                continue
+            group = _group(line)
+            if group is None or len(group) < 2:
+                continue
+            left = line[: line.index(f"{op}(")]
+            out.append(
+                Collective(
+                    kind, _axes(group, mesh_shape, names), _received(kind, _bytes(left), len(group)), times[name]
+                )
+            )
+    return out
+
+
+def by_axis(found: Sequence[Collective]) -> dict[str, float]:
+    """Total bytes received by one chip, by mesh axes (`fsdp`, `fsdp+tensor`, ...)."""
+    totals: dict[str, float] = {}
+    for c in found:
+        key = "+".join(c.axes) or "none"
+        totals[key] = totals.get(key, 0.0) + c.total
+    return totals
+
+
+def loops(text: str) -> list[int]:
+    """Known trip counts of the program's loops."""
+    return [int(n) for n in _TRIPS.findall(text)]

@@ -1,0 +1,217 @@
+"""The run's real programs, compiled ahead of time for a TPU slice that is not here.
+
+`libtpu` compiles for a topology description without a chip. A program that does not fit makes the compiler fail; what
+it says it needed is kept, so that a report can be made of that as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from envace_jax.config import UserError
+from envace_jax.planning.chips import GIB, Slice, rollout_slice
+from envace_jax.planning.hlo import Collective, collectives, loops
+
+
+def prepare_environment() -> None:
+    """Settings that libtpu reads when it is loaded: no chip is looked for. To be called before jax is imported."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What compiling one program told. Bytes are those of one chip.
+
+    needed: HBM that the compiler asked for where it refused (0: it fits). while_trips: known trip counts of its loops.
+    """
+
+    name: str
+    seconds: float
+    arguments: int = 0
+    aliased: int = 0
+    output: int = 0
+    temporaries: int = 0
+    code: int = 0
+    needed: int = 0
+    collectives: tuple[Collective, ...] = ()
+    while_trips: tuple[int, ...] = ()
+    message: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.needed
+
+    @property
+    def own(self) -> int:
+        """What the program adds to its arguments while it runs."""
+        return self.temporaries + self.code + max(0, self.output - self.aliased)
+
+
+def tpu_devices(slice_: Slice) -> Sequence[Any]:
+    """Device descriptions of a TPU slice; raises `UserError` where libtpu is missing or knows no such slice."""
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=slice_.name).devices
+    except Exception as error:
+        what = str(error).splitlines()[0][:200]
+        raise UserError(
+            f"plan.topology='{slice_.name}': not described ({what}); it takes libtpu: pip install 'envace_jax[tpu]'"
+        ) from None
+
+
+_NUMBER = r"([\d.]+)([KMG]?)"
+_USED = re.compile(rf"Used {_NUMBER} of {_NUMBER}")
+
+
+def _size(number: str, unit: str) -> int:
+    return int(float(number) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB}[unit])
+
+
+def compile_program(name: str, lower: Callable[[], Any], mesh: Any, unknown_trips: int = 1) -> Program:
+    """Lowers and compiles; a program too large for the chip is a result, any other failure is raised."""
+    import jax
+
+    started = time.monotonic()
+    try:
+        with jax.set_mesh(mesh):
+            compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
+            raise
+        used = _USED.search(text)
+        return Program(
+            name,
+            time.monotonic() - started,
+            needed=_size(used.group(1), used.group(2)) if used else 1,
+            message=text.splitlines()[0][:300],
+        )
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    found = collectives(text, list(mesh.shape.values()), list(mesh.axis_names), unknown_trips)
+    return Program(
+        name,
+        time.monotonic() - started,
+        arguments=memory.argument_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        output=memory.output_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        collectives=tuple(found),
+        while_trips=tuple(loops(text)),
+    )
+
+
+def learner_mesh(cfg: ConfigDict, devices: Sequence[Any]) -> Any:
+    """The configuration's mesh over a slice; every chip of the slice must have a place in it."""
+    from envace_jax.model.sharding import MESH_AXES, make_mesh
+
+    sizes = {axis: cfg.mesh[axis] for axis in MESH_AXES}
+    product = 1
+    for n in sizes.values():
+        product *= n
+    if product != len(devices):
+        asked = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
+        raise UserError(f"mesh ({asked}) has {product} places, plan.topology has {len(devices)} chips")
+    return make_mesh(**sizes, devices=devices)
+
+
+def sampler_mesh(cfg: ConfigDict, slice_: Slice) -> Any:
+    """The mesh of one sampler over the smallest slice that holds it."""
+    from envace_jax.model.sharding import make_mesh
+
+    tensor, expert = cfg.plan.rollout_tensor, cfg.plan.rollout_expert
+    devices = tpu_devices(rollout_slice(slice_.chip, tensor * expert))
+    return make_mesh(tensor=tensor, expert=expert, devices=devices)
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Shapes that carry where they lie."""
+    import jax
+
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def update_program(cfg: ConfigDict, spec: Any, mesh: Any, microbatches: int) -> Program:
+    """The learner's update, with the batch of the configuration."""
+    import jax
+    import jax.numpy as jnp
+
+    from envace_jax.learning.learner import update_config
+    from envace_jax.learning.step import Update
+    from envace_jax.model.qwen3 import param_shapes
+    from envace_jax.model.sharding import param_shardings
+
+    update = Update(spec, update_config(cfg, mesh), mesh)
+    shapes = param_shapes(spec)
+    params = with_shardings(shapes, param_shardings(shapes, mesh, update.rules))
+    with jax.set_mesh(mesh):
+        opt_state = jax.eval_shape(update.optimizer.init, params)
+    state = {"params": params, "opt_state": opt_state, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    return compile_program("update", lambda: update.lower_update(state), mesh, microbatches)
+
+
+def sampler_programs(cfg: ConfigDict, spec: Any, mesh: Any) -> list[Program]:
+    """The engine's decode program and its largest prefill program, over one sampler's devices."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from envace_jax.build import engine_config
+    from envace_jax.model.kv_cache import KVCache
+    from envace_jax.model.qwen3 import ForwardOptions, param_shapes
+    from envace_jax.model.sharding import SAMPLER, param_shardings
+    from envace_jax.sampling import programs
+
+    config = engine_config(cfg)
+    shapes = programs.Shapes.plan(
+        slots=config.slots,
+        shelf=config.shelf,
+        max_length=config.max_length,
+        chunk=config.chunk,
+        prefill_chunk=config.prefill_chunk,
+    )
+    options = ForwardOptions(dtype=jnp.bfloat16, rules=SAMPLER)
+    weights = param_shapes(spec, jnp.bfloat16)
+    params = with_shardings(weights, param_shardings(weights, mesh, SAMPLER))
+    length = shapes.lengths[-1]
+    cache_shape = (spec.n_layers, config.slots, spec.n_kv_heads, length, spec.head_dim)
+    cache_sharding = NamedSharding(mesh, SAMPLER.spec(None, None, "kv_heads", None, None))
+    one = jax.ShapeDtypeStruct(cache_shape, jnp.bfloat16, sharding=cache_sharding)
+    cache = KVCache(one, one)
+
+    def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, SAMPLER.spec(*(None,) * len(shape))))
+
+    decode = functools.partial(programs.decode, spec=spec, options=options, chunk=config.chunk)
+    prefill = functools.partial(programs.prefill, spec=spec, options=options, context=length)
+    ints = whole((config.slots, programs.STOPS + shapes.stop_ids), jnp.int32)
+    floats = whole((config.slots, 2), jnp.float32)
+    rows, piece = shapes.prefill[-1]
+    return [
+        compile_program(
+            "decode",
+            lambda: jax.jit(decode, donate_argnums=1).lower(params, cache, ints, floats, whole((), jnp.int32)),
+            mesh,
+            config.chunk,
+        ),
+        compile_program(
+            "prefill",
+            lambda: jax.jit(prefill, donate_argnums=1).lower(
+                params, cache, whole((rows, piece), jnp.int32), whole((rows, 2), jnp.int32)
+            ),
+            mesh,
+        ),
+    ]

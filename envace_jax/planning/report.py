@@ -1,0 +1,316 @@
+"""Whether a run fits a slice, what it computes and moves, how long it takes at best, and what that costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from envace_jax.model.sharding import MESH_AXES, PARAM_AXES, SAMPLER, Rules, axes_of
+from envace_jax.model.spec import Qwen3Spec
+from envace_jax.planning import formulas
+from envace_jax.planning.chips import GIB, Slice
+from envace_jax.planning.hlo import by_axis
+from envace_jax.planning.programs import Program
+
+STEPS = 470
+"""Updates of the published run."""
+REACHED = {"train": 0.40, "decode": 0.50}
+"""Share of the roofline that good implementations reach (dense training, decoding)."""
+
+
+def weights_per_chip(spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int]) -> int:
+    """Parameters that one chip holds, by the rules."""
+    from envace_jax.model.name_map import axis_sizes, entries
+
+    total = 0
+    for entry in entries(spec):
+        shape = entry.stack_shape(axis_sizes(spec))
+        cut = [axes_of(getattr(rules, name)) if name else () for name in PARAM_AXES["/".join(entry.ours)]]
+        total += math.prod(-(-n // math.prod(mesh[a] for a in axes)) for n, axes in zip(shape, cut))
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One step of the published batch: tokens through the learner, pairs attended, tokens sampled and prompted."""
+
+    rows: int
+    row: int
+    sampled: float
+    fill: float
+
+    @property
+    def tokens(self) -> float:
+        return self.fill * self.rows * self.row
+
+    @property
+    def pairs(self) -> float:
+        return self.fill * self.rows * formulas.causal_pairs(self.row)
+
+    @property
+    def predictions(self) -> float:
+        return self.fill * self.rows * self.sampled
+
+
+def work_of(cfg: ConfigDict) -> Work:
+    """Every trajectory with one full ACT and one full REHEARSE ledger, times `plan.fill`."""
+    r, trajectories = cfg.rollout, cfg.learning.prompts_per_step * cfg.learning.group_size
+    longest = max(r.max_act_tokens, r.max_rehearse_tokens)
+    return Work(2 * trajectories, r.max_input_tokens + longest, longest, cfg.plan.fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything the report shows. Bytes are those of one chip."""
+
+    name: str
+    slice: Slice
+    spec: Qwen3Spec
+    mesh: dict[str, int]
+    rollout_mesh: dict[str, int]
+    rules: Rules
+    work: Work
+    microbatches: int
+    rows_per_microbatch: int
+    resident: formulas.Resident
+    shelf: float
+    phases: dict[str, float]
+    programs: tuple[Program, ...]
+    train_flops: float
+    recompute_flops: float
+    seconds: dict[str, float]
+    tokens_per_second: float
+    free_tokens: int
+    compiled: bool
+    chip_hour: float
+
+    @property
+    def hbm(self) -> int:
+        return self.slice.chip.hbm
+
+    @property
+    def fits(self) -> bool:
+        return all(p.fits for p in self.programs) and max(self.phases.values()) <= self.hbm
+
+    @property
+    def step_seconds(self) -> float:
+        """A step at the roofline."""
+        return self.seconds["train"] + self.seconds["rollout"]
+
+    @property
+    def likely_seconds(self) -> float:
+        """A step at the shares of the roofline that are usually reached."""
+        return self.seconds["train"] / REACHED["train"] + self.seconds["rollout"] / REACHED["decode"]
+
+    def price(self, seconds: float) -> float:
+        return STEPS * seconds * self.slice.size * self.chip_hour / 3600
+
+
+def _program(programs: Sequence[Program], name: str) -> Program | None:
+    return next((p for p in programs if p.name == name), None)
+
+
+def make_plan(
+    cfg: ConfigDict, spec: Qwen3Spec, slice_: Slice, programs: Sequence[Program], *, name: str, learners: int, sets: int
+) -> Plan:
+    """Puts compiled programs and formulas together.
+
+    programs: `update`, `decode`, `prefill` where they could be compiled; what is missing comes from formulas.
+    learners: trained parameter sets. sets: parameter sets that the sampler holds.
+    """
+    from envace_jax.build import engine_config, rules_for
+
+    chip, rules = slice_.chip, rules_for(cfg)
+    mesh = {axis: int(cfg.mesh[axis]) for axis in MESH_AXES}
+    rollout_mesh = {"replica": 1, "fsdp": 1, "tensor": cfg.plan.rollout_tensor, "expert": cfg.plan.rollout_expert}
+    share, copy_share = weights_per_chip(spec, rules, mesh), weights_per_chip(spec, SAMPLER, rollout_mesh)
+    engine, work = engine_config(cfg), work_of(cfg)
+    length = engine.max_length + engine.chunk
+    kv_token = formulas.kv_bytes(spec) / rollout_mesh["tensor"]
+    lanes, shelf = engine.slots * length * kv_token * sets, engine.shelf * length * kv_token * sets
+    resident = formulas.Resident(
+        master=4 * share * learners,
+        moments=8 * share * learners,
+        reference=2 * share * learners if cfg.learning.kl_coef > 0 else 0,
+        compute_copy=2 * copy_share * sets,
+        kv=lanes + shelf,
+        judge=2 * copy_share if cfg.rewards.judge == "policy" else 0,
+    )
+    shards = math.prod(mesh[a] for a in axes_of(rules.batch))
+    rows = cfg.learning.rows_per_microbatch * shards
+    microbatches = max(1, math.ceil(work.rows * work.row / (rows * cfg.learning.row_tokens)))
+    update, decode, prefill = (_program(programs, n) for n in ("update", "decode", "prefill"))
+    state = resident.master + resident.moments
+    others = resident.total - state
+    if update is None:
+        own = 4 * share + 2 * share + formulas.activation_bytes(
+            spec,
+            cfg.learning.rows_per_microbatch * cfg.learning.row_tokens,
+            max(1, cfg.learning.logprob_chunk // shards),
+            cfg.model.remat,
+            mesh["tensor"],
+        )
+        in_update = state + own
+    else:
+        in_update = update.needed or update.arguments + update.own + state * (1 - 1 / learners)
+    sampling = max([p.own for p in (decode, prefill) if p is not None] or [0.02 * resident.kv])
+    refused = max([p.needed for p in (decode, prefill) if p is not None], default=0)
+    phases = {
+        "rollout": resident.total + sampling if not refused else refused + state + resident.reference + shelf,
+        "update": others + in_update,
+        "hand-over": resident.total + 2 * copy_share,
+    }
+    flops = formulas.train_flops(spec, work.tokens, work.pairs, work.predictions)
+    again = formulas.recompute_flops(spec, work.tokens, work.pairs, work.predictions, cfg.model.remat)
+    seconds = {"train compute": (flops + again) / (slice_.size * chip.flops)}
+    moved = sum(c.total for c in update.collectives) if update else _gathered(spec, rules, mesh, microbatches)
+    seconds["train collectives"] = moved / chip.links
+    seconds["train"] = max(seconds["train compute"], seconds["train collectives"])
+    samplers = slice_.size / (rollout_mesh["tensor"] * rollout_mesh["expert"])
+    trajectories = cfg.learning.prompts_per_step * cfg.learning.group_size
+    together = min(engine.slots, math.ceil(trajectories / samplers))
+    read = 2 * copy_share * formulas.read_weights(spec, together)
+    iteration = formulas.decode_seconds(read, together * 0.5 * length * kv_token, chip.bandwidth)
+    if decode:
+        iteration += sum(c.total for c in decode.collectives) / engine.chunk / chip.links
+    rate = samplers * together / iteration
+    seconds["decode"] = work.predictions / rate
+    prompts = work.tokens - work.predictions
+    seconds["prefill"] = 2 * formulas.active_weights(spec) * prompts / (slice_.size * chip.flops)
+    seconds["rollout"] = seconds["decode"] + seconds["prefill"]
+    free = max(0.0, chip.hbm - max(phases.values()))
+    return Plan(
+        name=name,
+        slice=slice_,
+        spec=spec,
+        mesh=mesh,
+        rollout_mesh=rollout_mesh,
+        rules=rules,
+        work=work,
+        microbatches=microbatches,
+        rows_per_microbatch=rows,
+        resident=resident,
+        shelf=shelf,
+        phases=phases,
+        programs=tuple(programs),
+        train_flops=flops,
+        recompute_flops=again,
+        seconds=seconds,
+        tokens_per_second=rate,
+        free_tokens=int(free / kv_token * samplers),
+        compiled=bool(programs),
+        chip_hour=cfg.plan.chip_hour,
+    )
+
+
+def _gathered(spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int], microbatches: int) -> float:
+    """Bytes a chip receives in an update, by formula: a microbatch gathers weights twice and scatters gradients."""
+    n = math.prod(mesh[a] for a in axes_of(rules.embed))
+    whole = weights_per_chip(spec, dataclasses.replace(rules, embed=None), mesh)
+    return microbatches * 3 * 2 * whole * (n - 1) / n
+
+
+def gib(n: float) -> str:
+    return f"{n / GIB:.2f} GiB"
+
+
+def _rules_table(plan: Plan) -> list[str]:
+    lines = ["sharding rules (logical axis -> mesh axes)"]
+    for field in dataclasses.fields(plan.rules):
+        pair = [getattr(rules, field.name) for rules in (plan.rules, SAMPLER)]
+        learner, sampler = ("+".join(axes_of(axis)) or "-" for axis in pair)
+        lines.append(f"  {field.name:<10} learner {learner:<22} sampler {sampler}")
+    return lines
+
+
+def lines(plan: Plan) -> list[str]:
+    """The report as text."""
+    chip, work, spec = plan.slice.chip, plan.work, plan.spec
+    mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one chip"
+    sampler = " x ".join(f"{axis} {n}" for axis, n in plan.rollout_mesh.items() if n > 1) or "one chip"
+    out = [
+        f"plan {plan.name}: {spec.n_params() / 1e9:.2f}B parameters on {plan.slice.name} ({plan.slice.size} chips of "
+        f"{gib(chip.hbm)}), learner {mesh}, each sampler {sampler}",
+    ]
+    if not plan.compiled:
+        out.append("FROM FORMULAS: no program was compiled; ahead-of-time compilation exists for TPU only")
+    out += [
+        f"step: {work.rows} ledgers of {work.row} tokens ({work.sampled:.0f} sampled), fill {work.fill:g}: "
+        f"{work.tokens / 1e6:.2f}M tokens, {plan.microbatches} microbatches of {plan.rows_per_microbatch} rows",
+        "",
+        *_rules_table(plan),
+        "",
+        "resident on one chip",
+    ]
+    for field in dataclasses.fields(plan.resident):
+        out.append(f"  {field.name.replace('_', ' '):<14}{gib(getattr(plan.resident, field.name)):>12}")
+    out += ["", "peak by phase (everything resident included)"]
+    for phase, size in plan.phases.items():
+        verdict = "fits" if size <= plan.hbm else "DOES NOT FIT"
+        out.append(f"  {phase:<14}{gib(size):>12}  {100 * size / plan.hbm:5.1f}%  {verdict}")
+    for p in plan.programs:
+        out.append("")
+        if not p.fits:
+            out.append(f"program {p.name}: refused after {p.seconds:.0f} s: {p.message}")
+            continue
+        out.append(
+            f"program {p.name}: compiled in {p.seconds:.0f} s; arguments {gib(p.arguments)}, temporaries "
+            f"{gib(p.temporaries)}, output {gib(p.output)} ({gib(p.aliased)} aliased), program "
+            f"{p.code / 2**20:.1f} MiB, loops {sorted(set(p.while_trips), reverse=True)[:4]}"
+        )
+        for axes, size in sorted(by_axis(p.collectives).items()):
+            out.append(f"  collectives over {axes:<16}{gib(size):>12} received a call")
+    total = plan.train_flops + plan.recompute_flops
+    out += [
+        "",
+        f"model FLOPs a step: 3 (2 W t + 4 L H Dh p + 2 D V s) = {plan.train_flops:.3e}, recomputed "
+        f"{plan.recompute_flops:.3e} (W {formulas.active_weights(spec):,}, t {work.tokens:.3e}, p {work.pairs:.3e}, "
+        f"s {work.predictions:.3e})",
+        f"train: max(compute {plan.seconds['train compute']:.1f} s = {total:.3e} / ({plan.slice.size} x "
+        f"{chip.flops:.3g}), collectives {plan.seconds['train collectives']:.1f} s at {chip.links / 1e9:.0f} GB/s)",
+        f"decode: weights + half-full rows, read at {chip.bandwidth / 1e9:.0f} GB/s: {plan.tokens_per_second:,.0f} "
+        f"tokens/s over all samplers, {plan.seconds['decode']:.1f} s; prefill {plan.seconds['prefill']:.1f} s",
+        f"a step at the roofline {plan.step_seconds:.0f} s; at {REACHED['train']:.0%} and {REACHED['decode']:.0%} of "
+        f"it {plan.likely_seconds:.0f} s",
+        f"free: room for {plan.free_tokens:,} more tokens of keys and values over the slice",
+    ]
+    if plan.chip_hour:
+        out.append(
+            f"{STEPS} steps at {plan.chip_hour:g} a chip-hour: {plan.price(plan.step_seconds):,.0f} at the roofline, "
+            f"{plan.price(plan.likely_seconds):,.0f} as above"
+        )
+    out.append("it fits" if plan.fits else "it does NOT fit")
+    return out
+
+
+def record(plan: Plan) -> dict[str, Any]:
+    """The figures as JSON data."""
+    return {
+        "name": plan.name,
+        "topology": plan.slice.name,
+        "chips": plan.slice.size,
+        "parameters": plan.spec.n_params(),
+        "mesh": plan.mesh,
+        "rollout_mesh": plan.rollout_mesh,
+        "hbm": plan.hbm,
+        "resident": dataclasses.asdict(plan.resident),
+        "phases": plan.phases,
+        "programs": [
+            {k: v for k, v in dataclasses.asdict(p).items() if k != "collectives"}
+            | {"collectives": by_axis(p.collectives)}
+            for p in plan.programs
+        ],
+        "train_flops": plan.train_flops,
+        "recompute_flops": plan.recompute_flops,
+        "seconds": plan.seconds,
+        "step_seconds": plan.step_seconds,
+        "likely_seconds": plan.likely_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "free_tokens": plan.free_tokens,
+        "compiled": plan.compiled,
+        "fits": plan.fits,
+    }

@@ -1,0 +1,91 @@
+"""`import` and `export` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from envace_jax import cli
+from envace_jax.config import UserError, default_config, flat
+from envace_jax.learning.checkpoint import Checkpoints
+from envace_jax.model.hf import load_params, save_params
+from envace_jax.model.hf_folder import CHECKSUMS, verify_folder
+from envace_jax.model.qwen3 import init_params
+from envace_jax.model.spec import PRESETS, Qwen3Spec
+
+SPEC = PRESETS["tiny"]
+TOKENIZER = "data/quickstart/tokenizer"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run that stopped after step 3."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    cfg = default_config()
+    cfg.model.tokenizer = TOKENIZER
+    cfg.data.source = "bfcl+quickstart"
+    (folder / "config.json").write_text(json.dumps(dict(flat(cfg)), default=list))
+    (folder / "data.json").write_text(json.dumps({"fingerprint": "feedbeef"}))
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n{"step": 3, "eval/success": 0.75}\n')
+    checkpoints = Checkpoints(folder / "checkpoints")
+    params = init_params(SPEC, jax.random.key(0))
+    state = {"policy": {"params": params, "step": np.int32(3)}}
+    checkpoints.save(3, state, {"step": 3, "model": SPEC.to_hf_config()})
+    checkpoints.close()
+    return folder, params
+
+
+def test_export_of_a_run_is_a_whole_model_folder(run_dir, tmp_path, capsys):
+    folder, params = run_dir
+    out = tmp_path / "model"
+    assert cli.main(["export", str(folder), str(out), "--dtype", "float32"]) == 0
+    assert "step 3" in capsys.readouterr().out
+    assert verify_folder(out) >= 6
+    back = load_params(out, Qwen3Spec.from_hf_config(out))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, back))
+    card = (out / "README.md").read_text()
+    assert "BFCL multi-turn" in card and "feedbeef" in card and "0.75" in card and "3 updates" in card
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert "hi" in text and "<|im_end|>" in text
+    # Once more into the same place: refused, unless it is asked for.
+    assert cli.main(["export", str(folder), str(out)]) == 2
+    assert cli.main(["export", str(folder), str(out), "--overwrite"]) == 0
+
+
+def test_export_says_what_is_missing(run_dir, tmp_path, capsys):
+    folder, _ = run_dir
+    assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    assert cli.main(["export", str(folder), str(tmp_path / "out"), "--step", "2"]) == 2
+    assert "step_00000002" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.quick
+def test_import_checks_and_converts(tmp_path, capsys):
+    source = save_params(tmp_path / "source", init_params(SPEC, jax.random.key(0)), SPEC, dtype="F32")
+    assert cli.main(["import", str(source), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "checked" in capsys.readouterr().out
+    assert (tmp_path / "out" / CHECKSUMS).exists()
+    assert cli.main(["import", str(tmp_path / "no"), str(tmp_path / "other")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert cli.main(["import", str(source), str(tmp_path / "other"), "--shard_gb", "0"]) == 2
+    assert not (tmp_path / "other").exists() and not (tmp_path / "other.partial").exists()
+
+
+@pytest.mark.quick
+def test_import_refuses_values_that_are_not_finite(tmp_path):
+    from envace_jax.model.hf import import_folder
+
+    params = init_params(SPEC, jax.random.key(0))
+    params["final_norm"] = params["final_norm"].at[3].set(float("nan"))
+    source = save_params(tmp_path / "source", params, SPEC)
+    with pytest.raises(UserError, match=r"'model.norm.weight' holds NaN"):
+        import_folder(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,104 @@
+"""Eight virtual devices give the loss and the gradients of one, in the layout of the weights, on every mesh shape."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from envace_jax.config import UserError
+from envace_jax.model.qwen3 import ForwardOptions, forward, init_params
+from envace_jax.model.sharding import PARAM_AXES, Rules, make_mesh, param_shardings
+from envace_jax.model.spec import PRESETS
+
+DENSE = dataclasses.replace(PRESETS["tiny"], n_heads=8, n_kv_heads=8, head_dim=4, vocab_size=64, d_ff=32, d_model=32)
+MOE = dataclasses.replace(DENSE, n_experts=8, n_experts_per_token=2, d_ff_expert=8, n_layers=1)
+TOKENS = np.random.default_rng(0).integers(0, 64, (8, 8))
+SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0]] * 8)
+POSITIONS = np.array([[0, 1, 2, 3, 4, 0, 1, 0]] * 8)
+ALL = [(r, f, t, 8 // (r * f * t)) for r in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if 8 % (r * f * t) == 0]
+SOME = [(1, 4, 2, 1), (1, 2, 2, 2)]
+
+
+def loss(params, spec, rows, options):
+    hidden = forward(params, spec, *rows, options=options)
+    return jnp.sum(jnp.sin(hidden) * (rows[2] > 0)[..., None]) / rows[0].size
+
+
+@pytest.fixture(scope="module")
+def single():
+    done = {}
+
+    def run(spec):
+        if spec not in done:
+            params = init_params(spec, jax.random.key(0))
+            rows = [jnp.asarray(x) for x in (TOKENS, POSITIONS, SEGMENTS)]
+            step = jax.jit(lambda p: jax.value_and_grad(loss)(p, spec, rows, ForwardOptions()))
+            done[spec] = params, *step(params)
+        return done[spec]
+
+    return run
+
+
+def compare(spec, shape, rules, single, remat="full"):
+    params, want, want_grads = single(spec)
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, param_shardings(params, mesh, rules))
+        rows = [jax.device_put(x, rules.spec("batch", "sequence")) for x in (TOKENS, POSITIONS, SEGMENTS)]
+        options = ForwardOptions(rules=rules, remat=remat)
+        got, grads = jax.jit(lambda p, rows: jax.value_and_grad(loss)(p, spec, rows, options))(placed, rows)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    leaves = (jax.tree.leaves(tree) for tree in (grads, want_grads, placed))
+    for path, grad, expected, weight in zip(jax.tree_util.tree_leaves_with_path(params), *leaves):
+        np.testing.assert_allclose(grad, expected, atol=2e-5, err_msg=str(path[0]))
+        assert grad.sharding == weight.sharding, path[0]
+
+
+@pytest.mark.parametrize("shape", SOME, ids=str)
+def test_dense_on_some_meshes(shape, single):
+    compare(DENSE, shape, Rules(), single)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("shape", ALL, ids=str)
+def test_every_mesh_of_eight(spec, shape, single):
+    compare(spec, shape, Rules(), single)
+
+
+def test_experts_and_cut_sequences(single):
+    compare(MOE, (1, 2, 2, 2), Rules(sequence="tensor"), single)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
+def test_sequence_over_an_axis_of_its_own(spec, single):
+    compare(spec, (1, 4, 2, 1), Rules(batch=("replica", "expert"), sequence="fsdp"), single)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots"])
+def test_what_is_recomputed_changes_nothing(remat, single):
+    compare(DENSE, (1, 4, 2, 1), Rules(), single, remat)
+
+
+@pytest.mark.quick
+def test_rules_name_every_parameter_and_known_axes():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    for spec in (DENSE, MOE, dataclasses.replace(DENSE, tie_embeddings=False)):
+        shapes = jax.eval_shape(lambda spec=spec: init_params(spec, jax.random.key(0)))
+        for leaf, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(param_shardings(shapes, mesh, Rules()))):
+            assert len(sharding.spec) == leaf.ndim
+            sharding.shard_shape(leaf.shape)
+    fields = {field.name for field in dataclasses.fields(Rules)}
+    assert {axis for axes in PARAM_AXES.values() for axis in axes if axis} <= fields
+
+
+@pytest.mark.quick
+def test_a_mesh_that_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="asks for 16 devices, 8 are there"):
+        make_mesh(fsdp=16)
