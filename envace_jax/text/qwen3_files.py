@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import tarfile
 import tempfile
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 from envace_jax.config import UserError
@@ -54,16 +57,19 @@ def _complete(folder: Path) -> bool:
 
 
 def _from_hub(target: Path) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes")
-    for local in (True,) if offline else (True, False):
-        try:
-            paths = [hf_hub_download(HUB_REPOSITORY, name, local_files_only=local, etag_timeout=5) for name in FILES]
-            return Path(paths[0]).parent
-        except Exception as err:
-            last = err
-    raise last
+    local = try_to_load_from_cache(HUB_REPOSITORY, FILES[0])
+    if isinstance(local, str) and _complete(Path(local).parent):
+        return Path(local).parent
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes"):
+        raise FileNotFoundError("not in the cache, and HF_HUB_OFFLINE is set")
+    if not urllib.request.getproxies():
+        # The library retries for half a minute; one try tells whether there is anybody to ask.
+        place = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+        socket.create_connection((place.hostname or "", place.port or 443), timeout=5).close()
+    paths = [hf_hub_download(HUB_REPOSITORY, name, etag_timeout=5) for name in FILES]
+    return Path(paths[0]).parent
 
 
 def _from_npm(target: Path) -> Path:
