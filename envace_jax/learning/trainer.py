@@ -374,6 +374,7 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
             for learner in learners.values():
                 learner.compile()
             engine = make_engine(cfg, spec, learners["policy"].compute_copy())
+            engine.warm_up()
             for name in arm.frozen:
                 engine.set_params(update.compute_copy(update.place_params(params)), name)
             for name in set(learners) - {"policy"}:

@@ -75,3 +75,129 @@ def random_rows(seed: int, n: int, low: int = 8, high: int = 40, vocab: int = 96
     rng = np.random.default_rng(seed)
     roles = list(Role)
     return [random_row(rng, int(rng.integers(low, high)), vocab, roles[i % 2]) for i in range(n)]
+
+
+def tiny_config(run_dir, **changes):
+    """A training run of seconds: a random two-layer model on quickstart tasks, two steps of 2 x 2 trajectories."""
+    from envace_jax.config import default_config, set_key
+
+    cfg = default_config()
+    values = {
+        "run_dir": str(run_dir),
+        "model.size": "tiny",
+        "model.tokenizer": "data/quickstart/tokenizer",
+        "chat.tool_docs": "none",
+        "data.train_limit": 12,
+        "data.eval_limit": 2,
+        "rollout.rehearse_prompt": "compact",
+        "rollout.max_act_tokens": 32,
+        "rollout.max_rehearse_tokens": 16,
+        "rollout.max_input_tokens": 300,
+        "rollout.max_acts": 3,
+        "rollout.max_segments": 8,
+        "rollout.live_episodes": 8,
+        "rollout.slots": 4,
+        "rollout.chunk": 8,
+        "rollout.prefill_chunk": 64,
+        "learning.steps": 4,
+        "learning.prompts_per_step": 2,
+        "learning.group_size": 2,
+        "learning.lr": 1e-3,
+        "learning.kl_coef": 0.0,
+        "learning.row_tokens": 336,
+        "learning.rows_per_microbatch": 2,
+        "learning.logprob_chunk": 64,
+        "learning.max_probability_error": 3.0,
+        "checkpoint.every": 2,
+        "metrics.tensorboard": False,
+        "metrics.progress": False,
+    }
+    with cfg.unlocked():
+        for key, value in (values | changes).items():
+            set_key(cfg, key, value)
+    return cfg
+
+
+def rewarded(rollout):
+    """A rollout whose trajectories are rewarded by what was sampled, so that a random model has something to learn."""
+
+    def play(*args, **kwargs):
+        for t in rollout(*args, **kwargs):
+            ids = [i for s in t.segments for i in s.ids]
+            yield dataclasses.replace(t, reward=float(sum(ids) % 3) / 2, masked_cause=None)
+
+    return play
+
+
+class ToyEngine:
+    """An engine that costs nothing: what it says follows from the request's key and the parameters it was given.
+
+    Whoever resumes with other parameters, keys or order gets other trajectories.
+    """
+
+    SAYS = (
+        '<tool_call>\n{"name": "get_order", "arguments": {"order": "12"}}\n</tool_call>',
+        '<tool_call>\n{"name": "cancel_order", "arguments": {"order": "3"}}\n</tool_call>',
+        "Done.",
+    )
+    ANSWERS = (
+        '<tool_response>\n{"status": "paid"}\n</tool_response>',
+        '<tool_response>\n{"error": "x"}\n</tool_response>',
+    )
+
+    def __init__(self, chat, vocab_size: int):
+        self.chat, self.vocab_size = chat, vocab_size
+        self.waiting: list = []
+        self.digests: dict[str, int] = {}
+        self.count = 0
+
+    def set_params(self, params, name="policy"):
+        import zlib
+
+        self.digests[name] = zlib.crc32(np.asarray(params["embed"]).tobytes())
+
+    def warm_up(self):
+        return []
+
+    def submit(self, request) -> int:
+        self.count += 1
+        self.waiting.append((self.count, request))
+        return self.count
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting
+
+    def step(self):
+        import random
+
+        from envace_jax.sampling.engine import Completion
+
+        done, self.waiting = self.waiting, []
+        out = []
+        for number, request in done:
+            rng = random.Random(f"{self.digests[request.param_set]}/{request.key}")
+            text = rng.choice(self.ANSWERS if request.key[4] else self.SAYS)
+            ids = (*self.chat.tokenizer.encode(text), self.chat.tokenizer.eos_id)[: request.params.max_tokens]
+            logprob = -float(np.log(self.vocab_size))
+            finish = "stop" if ids[-1] == self.chat.tokenizer.eos_id else "length"
+            out.append(Completion(number, ids, (logprob,) * len(ids), finish))
+        return out
+
+    def cancel(self, request_id):
+        self.waiting = [x for x in self.waiting if x[0] != request_id]
+
+    def release(self, affinity):
+        pass
+
+    def stats(self):
+        return {"requests": float(self.count)}
+
+
+def toy_engine(cfg, spec, params, **_):
+    """Stands in for `build.make_engine`."""
+    from envace_jax.build import chat_format
+
+    engine = ToyEngine(chat_format(cfg), spec.vocab_size)
+    engine.set_params(params)
+    return engine

@@ -1,0 +1,241 @@
+"""The loop: what a run writes, and that a killed run ends as an unbroken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from learning_common import rewarded, tiny_config, toy_engine
+
+from envace_jax.config import UserError
+from envace_jax.learning import trainer
+from envace_jax.learning.checkpoint import Checkpoints
+from envace_jax.learning.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = Path(__file__).with_name("trainer_child.py")
+
+
+@pytest.fixture(autouse=True)
+def rewards(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(trainer, "rollout", rewarded(trainer.rollout))
+    monkeypatch.setattr(trainer, "make_engine", toy_engine)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The folder of a run of four steps that nothing disturbed."""
+    before = os.getcwd()
+    os.chdir(ROOT)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(trainer, "rollout", rewarded(trainer.rollout))
+    patch.setattr(trainer, "make_engine", toy_engine)
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert trainer.run_train(tiny_config(folder)) == 0
+    patch.undo()
+    os.chdir(before)
+    return folder
+
+
+def final_state(folder: Path):
+    checkpoints = Checkpoints(folder / "checkpoints")
+    step = checkpoints.latest()
+    position = checkpoints.read_meta(step)
+    from envace_jax.learning.step import UpdateConfig, make_update
+    from envace_jax.model.qwen3 import init_params
+    from envace_jax.model.spec import Qwen3Spec
+
+    spec = Qwen3Spec.from_hf_config(position["model"])
+    like = make_update(spec, UpdateConfig()).init(init_params(spec, jax.random.key(0)))
+    return step, position, checkpoints.restore(step, {"policy": like})["policy"]
+
+
+def same_end(a: Path, b: Path) -> None:
+    step_a, position_a, state_a = final_state(a)
+    step_b, position_b, state_b = final_state(b)
+    assert step_a == step_b
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), state_a, state_b)
+    for name in ("data", "totals", "bad_steps", "seed", "step"):
+        assert position_a[name] == position_b[name], name
+    assert (a / "trajectories.jsonl").read_bytes() == (b / "trajectories.jsonl").read_bytes()
+    timeless = [
+        [
+            {k: v for k, v in r.items() if not k.startswith(("time/", "tokens_per_s", "engine/"))}
+            for r in read_metrics(x)
+        ]
+        for x in (a, b)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_what_a_run_writes(unbroken):
+    records = read_metrics(unbroken)
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    last = records[-1]
+    for name in (
+        "reward/mean reward/act groups/reward_spread groups/without_spread masked/share length/act finish/act/stop "
+        "outputs/rehearse ratio exp_drift exp_drift_max entropy grad_norm tokens_per_s/sampled time/rollout time/learn time/handover "
+        "time/step packing/fill lr total/trajectories act/parsed"
+    ).split():
+        assert name in last, name
+    assert any(r["grad_norm"] > 0 for r in records)
+    lines = [json.loads(line) for line in (unbroken / "trajectories.jsonl").read_text().splitlines()]
+    assert [(t["step"], t["group"], t["member"]) for t in lines] == [
+        (s, g, m) for s in range(4) for g in range(2) for m in range(2)
+    ]
+    assert {"config.json", "start.json", "data.json", "summary.json", "reward.png"} <= {
+        p.name for p in unbroken.iterdir()
+    }
+    summary = json.loads((unbroken / "summary.json").read_text())["lines"]
+    assert any("parameters changed" in line and "ok" in line for line in summary)
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """The records of a run whose model really samples."""
+    before = os.getcwd()
+    os.chdir(ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "rollout", rewarded(trainer.rollout))
+        folder = tmp_path_factory.mktemp("runs") / "sampled"
+        small = {"rollout.max_act_tokens": 8, "rollout.max_input_tokens": 150, "learning.row_tokens": 176}
+        cfg = tiny_config(folder, **small, **{"learning.max_probability_error": 1.05, "checkpoint.every": 100})
+        assert trainer.run_train(cfg) == 0
+    os.chdir(before)
+    return read_metrics(folder)
+
+
+def test_sampler_and_learner_agree(sampled):
+    """The parameters that sampled are those that the update starts from: float32 log-probabilities within 1e-4."""
+    for record in sampled:
+        assert record["exp_drift_max"] < 1 + 1e-4
+        assert record["ratio"] == 1.0
+    assert any(r["grad_norm"] > 0 for r in sampled)
+
+
+def test_nothing_compiles_after_the_second_step(sampled):
+    assert all(r["compilations"] == 0 for r in sampled)
+    assert sampled[-1]["engine/programs_compiled"] == sampled[1]["engine/programs_compiled"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("place", ["collect", "learn", "mark", "save"])
+def test_a_run_that_dies_goes_on_and_ends_alike(unbroken, tmp_path, monkeypatch, place):
+    folder = tmp_path / "run"
+    calls = 0
+
+    def dies(real):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == {"save": 2, "mark": 4}.get(place, 4):
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    owner, name = {
+        "collect": (trainer, "collect"),
+        "learn": (trainer.Learner, "learn"),
+        "mark": (trainer.Run, "mark"),
+        "save": (trainer.Run, "save"),
+    }[place]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dies(getattr(owner, name)))
+        with pytest.raises(Killed):
+            trainer.run_train(tiny_config(folder))
+    assert trainer.run_train(tiny_config(folder)) == 0
+    same_end(unbroken, folder)
+
+
+def test_finished_run_again_changes_nothing(unbroken, capsys):
+    before = {p: p.read_bytes() for p in unbroken.glob("*.jsonl")}
+    assert trainer.run_train(tiny_config(unbroken)) == 0
+    assert before == {p: p.read_bytes() for p in unbroken.glob("*.jsonl")}
+    assert f"run: {unbroken}" in capsys.readouterr().out
+
+
+def test_another_configuration_is_refused_in_the_same_folder(unbroken):
+    with pytest.raises(UserError, match="learning.lr: 0.001 there, 0.5 here"):
+        trainer.run_train(tiny_config(unbroken, **{"learning.lr": 0.5}))
+
+
+def test_sampler_that_disagrees_stops_the_run(tmp_path, monkeypatch):
+    real = trainer.rows_of
+
+    def shifted(*args):
+        import dataclasses
+
+        return [dataclasses.replace(r, sampler_logprobs=r.sampler_logprobs - 0.2 * r.sampled) for r in real(*args)]
+
+    monkeypatch.setattr(trainer, "rows_of", shifted)
+    with pytest.raises(UserError, match="sampler and learner disagree"):
+        trainer.run_train(tiny_config(tmp_path / "run", **{"learning.max_probability_error": 1.1}))
+    assert Checkpoints(tmp_path / "run" / "checkpoints").latest() is None
+
+
+def child(folder: Path, *changes: str) -> subprocess.Popen:
+    environment = os.environ | {"XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [sys.executable, str(CHILD), str(folder), *changes],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wait_for(folder: Path, lines: int, process: subprocess.Popen, limit: float = 240) -> None:
+    end = time.monotonic() + limit
+    path = folder / "metrics.jsonl"
+    while time.monotonic() < end and process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
+            return
+        time.sleep(0.01)
+
+
+def test_killed_process_goes_on_by_the_same_command(tmp_path):
+    """SIGKILL and SIGTERM against real processes; the end equals that of a run nobody disturbed."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert child(whole).wait(300) == 0
+    first = child(broken)
+    wait_for(broken, 3, first)
+    first.send_signal(signal.SIGKILL)
+    assert first.wait() == -9
+    second = child(broken)
+    wait_for(broken, 3, second)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(120) in (trainer.PREEMPTED, 0)
+    assert child(broken).wait(300) == 0
+    same_end(whole, broken)
+
+
+@pytest.mark.long
+def test_random_kills(tmp_path):
+    """Many seeded kills over one run of 40 steps."""
+    steps = "learning.steps=40"
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert child(whole, steps).wait(600) == 0
+    rng = random.Random(0)
+    for _ in range(12):
+        process = child(broken, steps)
+        done = len(read_metrics(broken)) if (broken / "metrics.jsonl").exists() else 0
+        wait_for(broken, done + rng.randint(1, 5), process)
+        time.sleep(rng.random())
+        process.send_signal(rng.choice((signal.SIGKILL, signal.SIGTERM)))
+        process.wait(120)
+    assert child(broken, steps).wait(600) == 0
+    same_end(whole, broken)
