@@ -22,11 +22,16 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*)$")
 _OPERATION = re.compile(r"(?<=[\s)}\]])([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(
-    r"(?:to_apply|calls|body|condition|branch_computations|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+    r"(?:to_apply|calls|body|condition|branch_computations|called_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"?known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)"?')
 _GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
 
 
@@ -63,7 +68,32 @@ def _group(line: str) -> list[int] | None:
         if found.group(3):
             ids = ids.transpose([int(n) for n in found.group(3).split(",")])
         return ids.reshape(shape)[0].tolist()
+    if found := _MESH.search(line):
+        return _mesh_group(*found.groups())
     return None
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def _mesh_group(sizes: str, order: str | None, permutation: str | None, members: str) -> list[int]:
+    """First group of `mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'a'}`.
+
+    The order of devices is that of the mesh where none is given. A member may be a part of an axis: `'a':(before)size`.
+    """
+    shape = {name: int(size) for name, size, _, _ in _MESH_AXIS.findall(sizes)}
+    devices = np.arange(math.prod(shape.values()))
+    if order:
+        devices = devices.reshape(_numbers(order))
+        devices = devices.transpose(_numbers(permutation)) if permutation else devices
+    strides = dict(zip(shape, np.cumprod([1, *list(shape.values())[:0:-1]])[::-1].tolist()))
+    places = np.zeros(1, int)
+    for name, _, before, size in _MESH_AXIS.findall(members):
+        n = int(size) if size else shape[name]
+        step = strides[name] * shape[name] // (int(before or 1) * n)
+        places = (places[:, None] + np.arange(n) * step).reshape(-1)
+    return devices.reshape(-1)[places].tolist()
 
 
 def _received(kind: str, shapes: list[int], n: int) -> float:
@@ -117,7 +147,7 @@ def collectives(
     def visit(name: str, n: int) -> None:
         times[name] += n
         for line in bodies.get(name, ()):
-            called = [c.strip("% ") for found in _CALLED.findall(line) for c in found.split(",")]
+            called = [c.strip("%{} ") for found in _CALLED.findall(line) for c in found.split(",")]
             if not called:
                 continue
             loop = n
