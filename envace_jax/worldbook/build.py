@@ -16,7 +16,7 @@ from envace_jax.config import UserError
 from envace_jax.datasets.traces import TraceEpisode, TraceReport, read_traces
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook import records as R
-from envace_jax.worldbook.columns import Shape
+from envace_jax.worldbook.columns import Shape, discover_shape
 from envace_jax.worldbook.compile import (
     Claims,
     choose_demonstrations,
@@ -26,10 +26,12 @@ from envace_jax.worldbook.compile import (
     observed_fields,
     reconcile,
     replay_rules,
+    try_each_rule,
     with_confidence,
 )
 from envace_jax.worldbook.completer import CallLog, Completer
 from envace_jax.worldbook.ingest import Flag, Transition, align
+from envace_jax.worldbook.state import state_from_json
 from envace_jax.worldbook.store import Worldbook, save_worldbook
 from envace_jax.worldbook.symbolic import Induction, induce_rules
 
@@ -177,7 +179,7 @@ def build_worldbook(
     if config.symbolic:
         induced = stages.run("induce", inputs, symbolic) if stages else symbolic()
     rules = tuple(R.from_json(R.TransitionRule, d, "induce.rules") for d in induced["rules"])
-    shape = Shape(types={tuple(path): kind for path, kind in induced["types"]})
+    shape = Shape(types={tuple(path): kind for path, kind in induced["types"]}) if config.symbolic else _shape(kept)
     pairs = contrasts(transitions)
     log(f"{len(rules)} rules from the deterministic inducer, {len(pairs)} contrasts")
     claims = Claims(
@@ -200,7 +202,7 @@ def build_worldbook(
 
         def refuted(proposed: Sequence[R.TransitionRule]) -> dict[str, list[str]]:
             trial = replace(_trial(proposed, shape, transitions, {}), state_fields=claims.state_fields)
-            return dict(replay_rules(trial, seen).examples)
+            return dict(try_each_rule(trial, seen).examples)
 
         try:
             claims, local, unresolved = language_stages(
@@ -263,6 +265,11 @@ def _align_all(episodes: Iterable[TraceEpisode], report: BuildReport) -> tuple[l
             transitions.append(t)
     report.transitions = len(transitions)
     return transitions, kept
+
+
+def _shape(episodes: Sequence[TraceEpisode]) -> Shape:
+    """The shape of the explicit initial states."""
+    return discover_shape([state_from_json(e.initial_state).root for e in episodes if e.initial_state is not None])
 
 
 def _tools(episodes: Sequence[TraceEpisode]) -> list[dict[str, Any]]:
@@ -348,8 +355,8 @@ def _confirmed(
         return claims.rules
     checked, _ = reconcile(replace(claims, rules=proposed), transitions)
     book = replace(_trial(checked.rules, Shape(), transitions, {}), state_fields=claims.state_fields)
-    everything = replay_rules(book, episodes)
-    count = replay_rules(book, held) if held else everything
+    everything = try_each_rule(book, episodes)
+    count = try_each_rule(book, held) if held else everything
     confirmed = {r.id: r for r in with_confidence(checked.rules, count.right, count.wrong)}
     out = []
     for rule in claims.rules:

@@ -14,8 +14,10 @@ from envace_jax.worldbook.harness import Harness, HarnessConfig
 from envace_jax.worldbook.ingest import Transition, align, usable_prefix
 from envace_jax.worldbook.notation import describe, format_path
 from envace_jax.worldbook.rulebook import check_rule, normal_effect
+from envace_jax.worldbook.state import freeze
 from envace_jax.worldbook.store import EvidenceItem, Worldbook
 from envace_jax.worldbook.symbolic import is_failure
+from envace_jax.worldbook.terms import Scope
 from envace_jax.worldbook.workspace import open_session
 
 MAX_DEMONSTRATIONS = 3
@@ -240,6 +242,35 @@ def replay_rules(
                 count.results[t.id] = (result.rule_id, False)
                 table[1] += 1
                 count.examples[result.rule_id].append(t.id)
+            session = harness.observe(session, t.name, t.arguments, t.text)
+    return count
+
+
+def try_each_rule(book: Worldbook, episodes: Iterable[TraceEpisode]) -> ReplayCount:
+    """Try every rule on its own at every recorded transition where its conditions hold: a wrong rule beside it neither
+    hides nor spoils it. The state follows the recorded observations."""
+    harness = Harness(book, None, HarnessConfig(fast_path=0.0))
+    table = book.compiled(0.0)
+    count = ReplayCount(Counter(), Counter(), defaultdict(list), {}, by_action={})
+    for episode in episodes:
+        session = open_session(episode.initial_state, group=episode.group)
+        for t in usable_prefix(align(episode)[0]):
+            count.transitions += 1
+            rules = table.get(t.name)
+            root = session.state.advance().root
+            for rule in rules.rules if rules is not None else ():
+                scope = Scope(root, freeze(t.arguments))
+                assert rules is not None
+                if rules.applicable(rule.rule.id, scope) is not True:
+                    continue
+                choice = rule.prepare(scope)
+                if choice.rule is None:
+                    continue
+                if choice.text == t.text or (choice.value == t.value and not isinstance(t.value, str)):
+                    count.right[rule.rule.id] += 1
+                else:
+                    count.wrong[rule.rule.id] += 1
+                    count.examples[rule.rule.id].append(t.id)
             session = harness.observe(session, t.name, t.arguments, t.text)
     return count
 

@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from envace_jax.worldbook.conditions import compile_condition
 from envace_jax.worldbook.effects import EffectRunner, carry_out
 from envace_jax.worldbook.ingest import observation_value
 from envace_jax.worldbook.matching import implied_facts, match
+from envace_jax.worldbook.notation import TermError
 from envace_jax.worldbook.records import FAST_PATH_CONFIDENCE, StateMutation
 from envace_jax.worldbook.rulebook import ActionRules, Choice, CompiledRule, normal_effect
 from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, State, StateError, freeze
 from envace_jax.worldbook.store import Worldbook
-from envace_jax.worldbook.terms import Scope, TermError, compile_condition
+from envace_jax.worldbook.terms import Scope
 from envace_jax.worldbook.workspace import MemoryItem, Session
 
 

@@ -156,29 +156,33 @@ def collapse(names: Iterable[str]) -> set[str]:
     return set(kept)
 
 
-_SANITIZE: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"https?://[^\s\"'<>)\]]+"), "<host>"),
-    (re.compile(r"\b[\w.\-]+@[\w.\-]+(?=:)"), "<host>"),
-    (re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"), "<id>"),
-    (re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,64}\b"), "<hash>"),
-    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"), "<ip>"),
-    (re.compile(r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?(?:\.\d+)?Z?)?"), "<date>"),
-    (re.compile(r"\bv?\d+\.\d+\.\d+(?:[\-+.]\w+)*\b"), "<version>"),
-    (re.compile(r"(?:~|\.{1,2})?/[\w.\-+@]+(?:/[\w.\-+@]*)+"), "<path>"),
-    (re.compile(r"\b[\w\-]+(?:\.[\w\-]+)*\.(" + "|".join(_EXTENSIONS) + r")\b"), "<file.\\1>"),
-    (re.compile(r"\b[A-Za-z]+[-_#]?\d[\w\-]*\b"), "<name>"),
-    (re.compile(r"\b\d{3,}\b"), "<n>"),
-)  # fmt: skip
+_EXTENSION = r"[\w\-]+(?:\.[\w\-]+)*\.(?:" + "|".join(_EXTENSIONS) + r")\b"
+_PLACES: tuple[tuple[str, str], ...] = (
+    ("host", r"https?://[^\s\"'<>)\]]+|\b[\w.\-]+@[\w.\-]+(?=:)"),
+    ("id", r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"),
+    ("hash", r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,64}\b"),
+    ("ip", r"\b\d{1,3}(?:\.\d{1,3}){3}\b"),
+    ("date", r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?(?:\.\d+)?Z?)?"),
+    ("version", r"\bv?\d+\.\d+\.\d+(?:[\-+.]\w+)*\b"),
+    ("path", r"(?:~|\.{1,2})?/[\w.\-+@]+(?:/[\w.\-+@]*)+"),
+    ("file", r"\b" + _EXTENSION),
+    ("name", r"\b[A-Za-z]+[-_#]?\d[\w\-]*\b"),
+    ("n", r"\b\d{3,}\b"),
+)
+_SPECIFIC = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _PLACES))
 
 
 def sanitize(text: str, known: frozenset[str] = frozenset()) -> str:
     """A text with its specifics replaced by placeholders; names in ``known`` and generic ones survive."""
-    out = text
-    for pattern, mark in _SANITIZE:
-        out = pattern.sub(
-            lambda m, mark=mark: m.group(0) if m.group(0) in known or m.group(0) in GENERIC else m.expand(mark), out
-        )
-    return out
+
+    def replace_one(match: re.Match[str]) -> str:
+        found = match.group(0)
+        if found in known or found in GENERIC:
+            return found
+        kind = match.lastgroup
+        return f"<file.{found.rsplit('.', 1)[1]}>" if kind == "file" else f"<{kind}>"
+
+    return _SPECIFIC.sub(replace_one, text)
 
 
 # --- the gate --------------------------------------------------------------------------------------------------

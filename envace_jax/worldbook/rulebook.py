@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from envace_jax.text.transcript import result_text
+from envace_jax.worldbook.conditions import compile_condition
 from envace_jax.worldbook.effects import EffectRunner
 from envace_jax.worldbook.notation import operand, parse_path, template_term
 from envace_jax.worldbook.records import RecordError, StateMutation, TransitionRule, digest
 from envace_jax.worldbook.state import ABSENT, UNKNOWN, StateError, thaw
-from envace_jax.worldbook.terms import Scope, TermError, compile_condition, compile_term
+from envace_jax.worldbook.terms import Scope, TermError, compile_term
 
 _UNSET = object()
 

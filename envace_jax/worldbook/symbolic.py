@@ -415,7 +415,7 @@ class _Induction:
 
 
 def _misled(guards: Sequence[Guard], samples: Sequence[Sample]) -> list[Sample]:
-    from envace_jax.worldbook.terms import compile_condition
+    from envace_jax.worldbook.conditions import compile_condition
 
     tests = [(g.branch, None if g.condition is None else compile_condition(g.condition)) for g in guards]
     out = []

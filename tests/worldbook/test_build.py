@@ -1,0 +1,285 @@
+"""Building: language stages with a scripted model, repairs, budget, resuming; the folder and its versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ledger
+import pytest
+
+from envace_jax.config import UserError
+from envace_jax.datasets.quickstart.generator import generate_tasks
+from envace_jax.datasets.traces import TraceEpisode, episode_from_task, write_traces
+from envace_jax.worldbook import records as R
+from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
+from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
+from envace_jax.worldbook.completer import BudgetExceeded, Completion, ScriptedCompleter
+from envace_jax.worldbook.patch import apply_patch
+from envace_jax.worldbook.store import Worldbook, load_worldbook, save_worldbook, verify_folder
+from envace_jax.worldbook.symbolic import induce_rules
+
+EXTRACT = json.dumps({"outcome": "unknown", "confidence": 0.4, "mutations": [], "observation_facts": []})
+
+
+def script(episodes: Sequence[TraceEpisode]) -> dict[str, Any]:
+    """A scripted model for these traces: the rules it proposes were found in them, nothing else was looked at."""
+    found = induce_rules(episodes)
+    answers: list[dict[str, Any]] = []
+    for name in sorted({r.action_type for r in found.rules}):
+        rules = []
+        for rule in found.rules:
+            if rule.action_type == name and rule.render is not None:
+                body = R.to_json(rule)
+                ids = [f"t-{p.event_ids[0]}" for p in rule.provenance]
+                kept = {k: body[k] for k in ("conditions", "effects", "outcome", "render", "description") if k in body}
+                # The model boasts; code does not listen.
+                rules.append({**kept, "evidence": ids, "confidence": 1.0, "status": "supported"})
+        # A rule that is wrong, and one that is not well formed, are proposed as well.
+        false = {"conditions": [], "outcome": "success", "render": {"made": "up"}, "evidence": rules[0]["evidence"]}
+        text = json.dumps({"rules": [*rules, false], "invariants": []})
+        answers.append({"contains": ["stage: rules", f"item: {name}\n"], "texts": [text]})
+        answers.append({"contains": ["stage: revise", f"item: {name}\n"], "texts": ['{"rules": []}']})
+    answers += [
+        {"contains": ["stage: extract"], "texts": [EXTRACT]},
+        {"contains": ["stage: schema"], "texts": [json.dumps({
+            "actions": [{"name": "withdraw", "description": "Take money out.", "aliases": ["take", "deposit"]}],
+            "state_fields": [{"path": "world.accounts.*.balance", "type": "string", "description": "in cents"}],
+        })]},
+        {"contains": ["stage: contracts"], "texts": ['{"content_type": "json", "required_fields": ["nowhere"]}']},
+        {"contains": ["stage: notes", "item: freeze\n"], "texts": [
+            json.dumps({"notes": [{"kind": "constraint", "statement": "A frozen account stays frozen."}]})]},
+        {"contains": ["stage: notes"], "texts": ['{"notes": []}']},
+    ]  # fmt: skip
+    return {"answers": answers}
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[TraceEpisode]:
+    return ledger.episodes(60, 11)
+
+
+@pytest.fixture(scope="module")
+def scripted(traces: list[TraceEpisode]) -> dict[str, Any]:
+    return script([e for e in traces if e.group])
+
+
+CONFIG = BuildConfig(folds=3, symbolic=False, parallel=2)
+
+
+@pytest.fixture(scope="module")
+def modelled(traces: list[TraceEpisode], scripted: dict[str, Any]) -> Worldbook:
+    return build_worldbook(traces, config=CONFIG, completer=ScriptedCompleter(script=scripted))
+
+
+def test_rules_of_a_model_are_believed_only_as_far_as_replay_bears_them_out(
+    modelled: Worldbook, traces: list[TraceEpisode]
+) -> None:
+    assert len(modelled.rules) >= 8
+    assert all(
+        r.replay and r.confidence == (r.replay["right"] + 1) / (sum(r.replay.values()) + 2) for r in modelled.rules
+    )
+    made_up = [r for r in (*modelled.rules, *modelled.candidates) if r.render == {"made": "up"}]
+    assert not [r for r in made_up if r in modelled.rules]
+    count = replay_rules(modelled, ledger.episodes(40, 12), floor=0.9)
+    assert sum(count.wrong.values()) == 0 and sum(count.right.values()) > 0.3 * count.transitions
+
+
+def test_quickstart_rules_that_a_model_proposes_answer_the_held_out_desk() -> None:
+    build = [episode_from_task(t) for t in generate_tasks("train", 400)]
+    model = ScriptedCompleter(script=script(build))
+    book = build_worldbook(build, config=BuildConfig(folds=2, symbolic=False, parallel=1), completer=model)
+    held_out = [episode_from_task(t) for t in generate_tasks("heldout", 200)]
+    count = replay_rules(book, held_out, floor=0.9)
+    assert sum(count.wrong.values()) == 0, count.examples
+    assert sum(count.right.values()) >= 0.95 * count.transitions, count.to_json()
+
+
+def test_what_was_observed_wins_over_what_the_model_says(modelled: Worldbook) -> None:
+    (field,) = [f for f in modelled.state_fields if f.path == "world.accounts[\"*\"].balance"] or [
+        f for f in modelled.state_fields if f.path.endswith("balance")
+    ]  # fmt: skip
+    assert field.type in ("integer", "string")
+    withdraw = next(a for a in modelled.actions if a.name == "withdraw")
+    assert withdraw.description == "Take money out." and withdraw.aliases == ("take",)  # deposit is an action itself
+    assert all("nowhere" not in c.required_fields for c in modelled.contracts)
+    (note,) = modelled.notes
+    assert note.status == "untested"  # it cites nothing
+
+
+def test_malformed_output_gets_two_repairs_and_then_is_an_explicit_unknown(
+    traces: list[TraceEpisode], scripted: dict[str, Any]
+) -> None:
+    good = next(a for a in scripted["answers"] if a["contains"][:2] == ["stage: rules", "item: freeze\n"])
+    others = [a for a in scripted["answers"] if a is not good]
+    repaired = {"answers": [{**good, "texts": ["no", '{"rules": [{"conditions": 3}]}', good["texts"][0]]}, *others]}
+    hopeless = {"answers": [{**good, "texts": ["no"]}, *others]}
+    few = traces[:12]
+    one, two = (
+        build_worldbook(few, config=replace(CONFIG, folds=0), completer=ScriptedCompleter(script=s))
+        for s in (repaired, hopeless)
+    )
+    names = [r.action_type for r in (*one.rules, *one.candidates)]
+    assert "freeze" in names
+    assert "freeze" not in [r.action_type for r in (*two.rules, *two.candidates)]
+    assert [u for u in two.unresolved if u["kind"] == "rules" and u["id"] == "freeze"]
+
+
+class Dying:
+    """A model that is cut off after some calls, as a killed build is."""
+
+    def __init__(self, inner: ScriptedCompleter, calls: int):
+        self.inner, self.left = inner, calls
+
+    def complete(self, messages: Any, **options: Any) -> Completion:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self.inner.complete(messages, **options)
+
+
+def test_a_killed_build_goes_on_at_the_item(
+    tmp_path: Path, traces: list[TraceEpisode], scripted: dict[str, Any]
+) -> None:
+    few = traces[:10]
+    config = replace(CONFIG, folds=0, parallel=1)
+    whole = ScriptedCompleter(script=scripted)
+    expected = build_worldbook(few, config=config, completer=whole)
+    work = tmp_path / "work"
+    with pytest.raises(KeyboardInterrupt):
+        build_worldbook(few, config=config, completer=Dying(ScriptedCompleter(script=scripted), 40), work=work)
+    with (work / "calls.jsonl").open("a") as file:
+        file.write('{"key": "cut o')  # the kill came in the middle of a line
+    rest = ScriptedCompleter(script=scripted)
+    report = BuildReport()
+    book = build_worldbook(few, config=config, completer=rest, work=work, report=report)
+    assert book.digest == expected.digest
+    assert len(rest.asked) == len(whole.asked) - 40 == report.model_calls
+
+
+def test_a_budget_stops_the_build_and_keeps_what_was_answered(
+    tmp_path: Path, traces: list[TraceEpisode], scripted: dict[str, Any]
+) -> None:
+    few = traces[:10]
+    config = replace(CONFIG, folds=0, parallel=1)
+    report = BuildReport()
+    with pytest.raises(BudgetExceeded, match="after 25 calls"):
+        build_worldbook(
+            few,
+            config=replace(config, max_calls=25),
+            completer=ScriptedCompleter(script=scripted),
+            work=tmp_path / "w",
+            report=report,
+        )
+    assert report.model_calls == 25 and report.prompt_tokens > 0
+
+
+@pytest.mark.quick
+def test_a_folder_is_written_once_verified_on_load_and_never_changed(
+    tmp_path: Path, small_bank_book: Worldbook
+) -> None:
+    path = save_worldbook(small_bank_book, tmp_path / "wb")
+    again = load_worldbook(path)
+    assert again == small_bank_book and again.digest == small_bank_book.digest
+    with pytest.raises(UserError, match="exists already"):
+        save_worldbook(small_bank_book, path)
+    for name in json.loads((path / "manifest.json").read_text())["files"]:
+        file = path / name
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if data else b"x")
+        assert [p for p in verify_folder(path) if name in p], name
+        with pytest.raises(UserError, match="not intact"):
+            load_worldbook(path)
+        file.write_bytes(data)
+    (path / "notes.txt").write_text("added")
+    assert verify_folder(path) == ["notes.txt is not in the manifest"]
+
+
+@pytest.mark.quick
+def test_patches_make_new_versions_that_diff_readably(small_bank_book: Worldbook) -> None:
+    rule = small_bank_book.candidates[0]
+    note = {"id": "note-1", "kind": "fact", "statement": "Banks close on Sundays."}
+    edits = [
+        {"op": "add", "kind": "note", "value": note},
+        {"op": "replace", "kind": "candidate", "value": {**R.to_json(rule), "description": "as corrected"}},
+        {"op": "remove", "kind": "candidate", "id": small_bank_book.candidates[1].id},
+    ]
+    new = apply_patch(small_bank_book, {"base": small_bank_book.digest, "edits": edits})
+    assert new.parent == small_bank_book.digest and new.status == "authored"
+    text = diff_worldbooks(small_bank_book, new)
+    assert (
+        "+ note-1 Banks close on Sundays." in text
+        and "as corrected" in text
+        and f"- {small_bank_book.candidates[1].id}" in text
+    )
+    assert diff_worldbooks(new, new) == "no difference"
+    malformed = {"id": "r", "action_type": "x", "conditions": [{"left": 1}]}
+    for edit in (
+        {"op": "add", "kind": "candidate", "value": R.to_json(rule)},
+        {"op": "remove", "kind": "note", "id": "no"},
+        {"op": "add", "kind": "rule", "value": malformed},
+        {"op": "add", "kind": "note", "value": {**note, "path": "../../x"}},
+    ):
+        with pytest.raises(UserError):
+            apply_patch(small_bank_book, {"base": small_bank_book.digest, "edits": [edit]})
+    with pytest.raises(UserError, match="make it anew"):
+        apply_patch(small_bank_book, {"base": "x", "edits": []})
+
+
+def test_only_training_traces_build_and_sources_are_hashed(tmp_path: Path) -> None:
+    episodes = ledger.episodes(3, 4)
+    write_traces(tmp_path / "t.jsonl", [replace(episodes[0], split="test"), *episodes[1:]])
+    with pytest.raises(UserError, match="not train"):
+        load_episodes([tmp_path / "t.jsonl"])
+    kept, report, sources = load_episodes([tmp_path / "t.jsonl"], on_bad="skip")
+    assert len(kept) == 2 and len(report.bad) == 1 and len(sources[0]["sha256"]) == 64
+
+
+def test_the_deterministic_build_resumes_and_rejects_other_settings(tmp_path: Path) -> None:
+    episodes = ledger.episodes(12, 4)
+    lines: list[str] = []
+    config = BuildConfig(folds=0)
+    first = build_worldbook(episodes, config=config, work=tmp_path / "w", log=lines.append)
+    again = build_worldbook(episodes, config=config, work=tmp_path / "w", log=lines.append)
+    assert first.digest == again.digest and "induce: done before" in lines
+    file = tmp_path / "w" / "induce.json"
+    file.write_text(file.read_text().replace('"supported"', '"tentative"', 1))
+    build_worldbook(episodes, config=config, work=tmp_path / "w", log=lines.append)
+    assert "induce: earlier output is not whole: running again" in lines or lines.count("induce: done before") == 1
+    build_worldbook(episodes, config=replace(config, seed=1), work=tmp_path / "w", log=lines.append)
+    assert any("other settings" in line for line in lines)
+    write_build(first, tmp_path / "out", tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
+HOSTILE_RULES = [
+    {"id": "r", "action_type": "balance", "conditions": [{"left": "__import__('os')", "op": "system"}]},
+    {"id": "r", "action_type": "balance", "render": {"$eval": "1"}},
+    {"id": "r", "action_type": "balance", "effects": [{"op": "set", "path": ["world", {"$nope": 1}], "value": 1}]},
+    {"id": "r", "action_type": "balance", "effects": [{"op": "exec", "path": "world.x"}]},
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("data", HOSTILE_RULES)
+def test_rules_that_are_not_in_the_language_are_rejected_with_their_name(data: dict[str, Any]) -> None:
+    from envace_jax.worldbook.rulebook import check_rule
+
+    with pytest.raises(R.RecordError):
+        check_rule(R.from_json(R.TransitionRule, data, "rules[0]"))
+
+
+@pytest.mark.quick
+def test_template_text_in_a_rule_is_inserted_as_data() -> None:
+    from envace_jax.worldbook.rulebook import compile_rules
+    from envace_jax.worldbook.state import freeze, state_from_json
+    from envace_jax.worldbook.terms import Scope
+
+    rule = R.TransitionRule(
+        "r", "echo", observation_template="{action.arguments.text} {0.__class__} {state.world.secret.__class__}"
+    )
+    scope = Scope(state_from_json({"secret": {"__class__": "s"}}).root, freeze({"text": "{state.world.secret}"}))
+    assert compile_rules([rule])["echo"].choose(scope).text == "{state.world.secret} {0.__class__} s"
