@@ -31,13 +31,15 @@ class Command:
     """A command: where its function is (`module:function`), what it says of itself, what it takes.
 
     The function gets (cfg, args) where `config` is true, else (args,); what it returns is the exit status
-    (None is 0). `arguments` names a function that adds options to the parser, in the same module.
+    (None is 0). `arguments` names a function that adds options to the parser, in the same module. `device` sets jax up
+    (versions, compilation cache) before the function is called.
     """
 
     target: str
     help: str
     config: bool = True
     arguments: str = ""
+    device: bool = True
 
 
 COMMANDS: dict[str, Command] = {
@@ -61,10 +63,15 @@ COMMANDS: dict[str, Command] = {
     ),
     "show": Command("envace_jax.report.show:run_show", "print one task as the policy sees it", True, "add_arguments"),
     "plan": Command(
-        "envace_jax.planning.command:run_plan", "does the run fit a slice, and what will it cost", True, "add_arguments"
+        "envace_jax.planning.command:run_plan",
+        "does the run fit a slice, and what will it cost",
+        arguments="add_arguments",
+        device=False,
     ),
-    "doctor": Command("envace_jax.report.doctor:run_doctor", "versions, devices, disk, endpoints, template"),
-    "config": Command("envace_jax.cli:run_config", "print the resolved configuration as JSON"),
+    "doctor": Command(
+        "envace_jax.report.doctor:run_doctor", "versions, devices, disk, endpoints, template", device=False
+    ),
+    "config": Command("envace_jax.cli:run_config", "print the resolved configuration as JSON", device=False),
 }
 
 
@@ -149,6 +156,10 @@ def run(argv: Sequence[str]) -> int:
         cfg.dry_run = cfg.dry_run or args.dry_run
         validate(cfg)
         call = [cfg, args]
+    if command.device:
+        from envace_jax.compat import set_up_jax
+
+        set_up_jax()
     module, function = command.target.split(":")
     return getattr(importlib.import_module(module), function)(*call) or 0
 
