@@ -101,9 +101,15 @@ def engine_config(cfg: ConfigDict) -> EngineConfig:
     )
 
 
-def make_engine(cfg: ConfigDict, spec: Qwen3Spec, params: qwen3.Params, rules: Rules = Rules()) -> Engine:
+def make_engine(
+    cfg: ConfigDict,
+    spec: Qwen3Spec,
+    params: qwen3.Params,
+    rules: Rules = Rules(),
+    mesh: jax.sharding.Mesh | None = None,
+) -> Engine:
     """A rollout engine over `params`, seeded by the run."""
-    return Engine(params, spec, engine_config(cfg), seed=cfg.seed, options=forward_options(cfg, rules))
+    return Engine(params, spec, engine_config(cfg), seed=cfg.seed, options=forward_options(cfg, rules), mesh=mesh)
 
 
 def make_judge(cfg: ConfigDict) -> Judge:

@@ -83,9 +83,17 @@ class Learner:
         """Compiles the programs of a step."""
         self.update.compile(self.state, self.reference)
 
-    def compute_copy(self) -> Params:
-        """The parameters for the sampler."""
-        return self.update.compute_copy(self.state["params"])
+    def hand_over(self, engine: Any, name: str) -> None:
+        """Gives an engine the parameters: one copy in the compute dtype.
+
+        The engine makes it when it has to convert; where it would take the arrays as they are it gets a copy, for
+        the state is donated to the next update.
+        """
+        params = self.state["params"]
+        dtype = self.update.options.dtype
+        if all(x.dtype == dtype for x in jax.tree.leaves(params)):
+            params = self.update.compute_copy(params)
+        engine.set_params(params, name)
 
     def digest(self) -> str:
         """sha256 of the parameters."""

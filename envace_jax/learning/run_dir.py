@@ -63,7 +63,7 @@ def open_run_dir(cfg: ConfigDict) -> Iterator[Path]:
         path = folder / "config.json"
         values = config_values(cfg)
         if path.exists():
-            if cfg.overwrite:
+            if cfg.overwrite or not cfg.checkpoint.resume:
                 clear(folder)
             elif changed := changed_keys(json.loads(path.read_text()), values):
                 more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""

@@ -29,7 +29,8 @@ from envace_jax.learning.loss import (
     supervised_loss,
     token_logprobs,
 )
-from envace_jax.model.qwen3 import ForwardOptions, Params, forward, output_matrix
+from envace_jax.model.moe import balance_loss
+from envace_jax.model.qwen3 import ForwardOptions, Params, forward_with_routing, output_matrix
 from envace_jax.model.sharding import Rules, param_shardings
 from envace_jax.model.spec import Qwen3Spec
 
@@ -43,6 +44,7 @@ class UpdateConfig:
 
     A microbatch is `rows` batch rows of `row_tokens` ids; `capacity` is the number of microbatches that the program
     has room for.  drift_limit: an update whose mean exp|learner - sampler| exceeds it is not taken (0: no limit).
+    router_aux_coef: weight of the load-balancing loss of a mixture of experts.
     attention, moe_chunk, rules: see `model.qwen3.ForwardOptions`.
     """
 
@@ -63,6 +65,7 @@ class UpdateConfig:
     rows: int = 8
     row_tokens: int = 256
     capacity: int = 16
+    router_aux_coef: float = 0.0
     loss: LossConfig = LossConfig()
 
     def __post_init__(self) -> None:
@@ -94,12 +97,21 @@ def cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
+def split_trained(params: Params) -> tuple[Params, Params]:
+    """(what is trained, what stays): the adapters where there are some (`params["lora"]`), else everything."""
+    if "lora" not in params:
+        return params, {}
+    return {"lora": params["lora"]}, {name: value for name, value in params.items() if name != "lora"}
+
+
 def batch_logprobs(
     params: Params, spec: Qwen3Spec, batch: dict[str, jax.Array], options: ForwardOptions, loss: LossConfig
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies [B, S] of a microbatch's predictions."""
-    hidden_BxTxD = forward(params, spec, batch["tokens"], batch["positions"], batch["segment_ids"], options=options)
-    return token_logprobs(
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities and entropies [B, S] of a microbatch's predictions, and the routers' balance loss or 0."""
+    hidden_BxTxD, routing = forward_with_routing(
+        params, spec, batch["tokens"], batch["positions"], batch["segment_ids"], options=options
+    )
+    logprob, entropy = token_logprobs(
         gather_predictions(hidden_BxTxD, batch["target_index"]),
         batch["targets"],
         batch["mask"],
@@ -108,6 +120,7 @@ def batch_logprobs(
         chunk_tokens=loss.chunk_tokens,
         entropy_gradient=loss.entropy_coef > 0,
     )
+    return logprob, entropy, jnp.float32(0) if routing is None else balance_loss(spec, routing)
 
 
 def _pick(batch: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
@@ -163,8 +176,9 @@ class Update:
         return {name: jax.device_put(array, sharding) for name, array in arrays.items()}
 
     def place_params(self, params: Params) -> Params:
-        """Parameters in the layout of the rules, float32."""
-        params = cast(params, jnp.float32)
+        """Parameters in the layout of the rules: what is trained in float32, what stays in the compute dtype."""
+        trained, rest = split_trained(params)
+        params = cast(rest, self.options.dtype) | cast(trained, jnp.float32)
         if self.mesh is None:
             return params
         return jax.device_put(params, param_shardings(params, self.mesh, self.rules))
@@ -174,7 +188,8 @@ class Update:
 
         def fresh(params: Params) -> State:
             params = jax.tree.map(jnp.copy, params)
-            return {"params": params, "opt_state": self.optimizer.init(params), "step": jnp.int32(0)}
+            trained, _ = split_trained(params)
+            return {"params": params, "opt_state": self.optimizer.init(trained), "step": jnp.int32(0)}
 
         with self._context():
             return jax.jit(fresh)(self.place_params(params))
@@ -185,14 +200,19 @@ class Update:
         self, state: State, batch: dict[str, jax.Array], count: jax.Array, denominator: jax.Array
     ) -> tuple[State, dict[str, Any]]:
         config = self.config
-        params = state["params"]
-        compute = cast(params, self.options.dtype)
+        params, rest = split_trained(state["params"])
+        compute, frozen = cast(params, self.options.dtype), cast(rest, self.options.dtype)
 
         def loss(params: Params, micro: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
-            logprob, entropy = batch_logprobs(params, self.spec, micro, self.options, config.loss)
+            logprob, entropy, balance = batch_logprobs(frozen | params, self.spec, micro, self.options, config.loss)
             if config.loss.supervised:
-                return supervised_loss(logprob, entropy, micro)
-            return policy_loss(logprob, entropy, micro, config.loss)
+                value, figures = supervised_loss(logprob, entropy, micro)
+            else:
+                value, figures = policy_loss(logprob, entropy, micro, config.loss)
+            if config.router_aux_coef > 0:
+                # Weighted as the microbatch is in the loss, so that the sum over microbatches is their mean.
+                value += config.router_aux_coef * balance * jnp.sum(micro["weights"])
+            return value, figures
 
         gradient = jax.value_and_grad(loss, has_aux=True)
         figures = jax.eval_shape(gradient, compute, _pick(batch, jnp.int32(0)))[0][1]
@@ -224,13 +244,10 @@ class Update:
             clip = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * clip, grads)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
-        new = {
-            "params": optax.apply_updates(params, updates),
-            "opt_state": opt_state,
-            "step": state["step"],
-        }
-        state = jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, state)
-        state["step"] = state["step"] + 1
+        old = (params, state["opt_state"])
+        new = (optax.apply_updates(params, updates), opt_state)
+        params, opt_state = jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
+        state = {"params": rest | params, "opt_state": opt_state, "step": state["step"] + 1}
         metrics = {
             "loss": total * scale,
             "grad_norm": norm,
@@ -245,7 +262,7 @@ class Update:
         compute = cast(params, self.options.dtype)
 
         def body(i: jax.Array, out: jax.Array) -> jax.Array:
-            logprob, _ = batch_logprobs(compute, self.spec, _pick(batch, i), self.options, self.config.loss)
+            logprob, _, _ = batch_logprobs(compute, self.spec, _pick(batch, i), self.options, self.config.loss)
             return jax.lax.dynamic_update_index_in_dim(out, logprob, i, 0)
 
         return jax.lax.fori_loop(0, count, body, jnp.zeros_like(batch["weights"]))
@@ -341,16 +358,9 @@ class Update:
             return self._copy(params)
 
 
-def make_update(
-    spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules | None = None
-) -> Update:
+def make_update(spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules | None = None) -> Update:
     """The programs for one model and configuration; `Update.compile` compiles them."""
     return Update(spec, config, mesh, rules)
-
-
-def make_compute_copy(params: Params, dtype: Any, shardings: Any = None) -> Params:
-    """A copy of the parameters in the compute dtype, in the given layout (None: as they lie)."""
-    return jax.jit(lambda p: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), p), out_shardings=shardings)(params)
 
 
 def host_metrics(metrics: dict[str, Any]) -> dict[str, float]:

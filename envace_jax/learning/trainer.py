@@ -1,45 +1,33 @@
 """The training loop: tasks, rollouts, advantages, update, hand-over, metrics, checkpoint.
 
-`run_train` is to be read from top to bottom.  Everything that a step needs beyond the configuration lies in `Run`;
-what has to survive a kill (`Run.position`) is written with every checkpoint, so that the same command goes on with the
-next step and ends with the parameters of an unbroken run.
+`run_train` is to be read from top to bottom; what a step works with is put together in `setup.py`.  What has to
+survive a kill (`Run.position`) is written with every checkpoint, so that the same command goes on with the next step
+and ends with the parameters of an unbroken run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
-from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for
 from envace_jax.config import UserError
-from envace_jax.datasets.pipeline import TaskIterator, task_iterator
-from envace_jax.datasets.records import Task
-from envace_jax.datasets.sources import load_tasks, source_counts
 from envace_jax.learning.advantage import duplicate_outputs, group_spread, role_advantages
-from envace_jax.learning.arms import Arm, make_arm
-from envace_jax.learning.checkpoint import Checkpoints
-from envace_jax.learning.learner import Learner, update_config
-from envace_jax.learning.metrics import Display, Metrics, Sink, red_flags, trajectory_metrics
+from envace_jax.learning.arms import Arm
+from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
 from envace_jax.learning.run_dir import open_run_dir, write_json
-from envace_jax.learning.step import make_update
+from envace_jax.learning.setup import Run, prepare
 from envace_jax.learning.summary import evaluate_policy, plot, summary_lines
-from envace_jax.rehearsal.grounding import Grounding, make_grounding
 from envace_jax.rehearsal.rollout import rollout
-from envace_jax.rehearsal.settings import RolloutConfig
-from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
-from envace_jax.rewards.judge import Judge
+from envace_jax.rehearsal.trajectory import Trajectory
 from envace_jax.text.transcript import Role
 
 MAX_DRAWS = 4  # batches of tasks that dynamic sampling may draw for one step
@@ -48,62 +36,6 @@ PREEMPTED = 75  # exit status after SIGTERM: the same command goes on
 
 class Preempted(KeyboardInterrupt):
     """SIGTERM: the step under way is given up, the state after the last whole step is saved."""
-
-
-@dataclasses.dataclass
-class Run:
-    """The parts of a run, and its position: `step` whole steps are done."""
-
-    cfg: ConfigDict
-    folder: Path
-    arm: Arm
-    chat: Any
-    spec: Any
-    rollout: RolloutConfig
-    grounding: Grounding | None
-    judge: Judge
-    engine: Any
-    learners: dict[str, Learner]
-    data: TaskIterator
-    held_out: list[Task]
-    checkpoints: Checkpoints
-    sink: Sink
-    trajectories: TrajectoryWriter | None
-    display: Display
-    initial: dict[str, Any]  # digest of the initial parameters, by set
-    step: int = 0
-    bad_steps: int = 0
-    totals: dict[str, float] = dataclasses.field(default_factory=dict)
-    position: dict[str, Any] = dataclasses.field(default_factory=dict)
-    saved: int = -1
-
-    def mark(self) -> None:
-        """Notes where everything stands after a whole step: what a checkpoint of this step holds."""
-        files = {"metrics": self.sink.sync()}
-        if self.trajectories is not None:
-            files["trajectories"] = self.trajectories.path.stat().st_size
-        self.position = {
-            "step": self.step,
-            "seed": self.cfg.seed,
-            "data": self.data.get_state(),
-            "files": files,
-            "totals": dict(self.totals),
-            "bad_steps": self.bad_steps,
-            "initial": self.initial,
-            "model": self.spec.to_hf_config(),
-        }
-
-    def save(self) -> None:
-        """Begins the checkpoint of the last whole step."""
-        if self.saved == self.step:
-            return
-        self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
-        self.saved = self.step
-
-    def hand_over(self) -> None:
-        """Gives the engine the new parameters."""
-        for name, learner in self.learners.items():
-            self.engine.set_params(learner.compute_copy(), name)
 
 
 def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
@@ -117,8 +49,9 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
         return run_dry(cfg)
     with open_run_dir(cfg) as folder, prepare(cfg, folder) as run, sigterm_raises():
         try:
-            if run.step == 0 and cfg.evaluation.at_start and not run.position:
+            if cfg.evaluation.at_start and not run.measured:
                 run.sink.write(0, evaluate(run, "before training"))
+                run.measured = True
                 run.mark()
             while run.step < cfg.learning.steps:
                 metrics = train_step(run)
@@ -347,119 +280,3 @@ def sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
-    """Puts the parts of a run together, compiles, and restores the newest whole checkpoint if there is one."""
-    display = Display(cfg.learning.steps, enabled=cfg.metrics.progress)
-    try:
-        display.phase("loading")
-        train, held_out = load_tasks(cfg.data)
-        chat = chat_format(cfg)
-        mesh = mesh_for(cfg)
-        context = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
-        with context:
-            spec, params = load_model(cfg, chat, mesh)
-            if cfg.warmstart.steps:
-                from envace_jax.learning.warmstart import warm_started
-
-                params = warm_started(cfg, folder, train, chat, spec, params, mesh, display)
-            arm = make_arm(cfg)
-            update = make_update(spec, update_config(cfg, mesh), mesh)
-            learners = {name: Learner(cfg, update, params, name, folder) for name in arm.learners}
-            checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, display.say)
-            position = restore(cfg, checkpoints, learners, display)
-            display.phase("compiling")
-            for learner in learners.values():
-                learner.compile()
-            engine = make_engine(cfg, spec, learners["policy"].compute_copy())
-            engine.warm_up()
-            for name in arm.frozen:
-                engine.set_params(update.compute_copy(update.place_params(params)), name)
-            for name in set(learners) - {"policy"}:
-                engine.set_params(learners[name].compute_copy(), name)
-            run = Run(
-                cfg=cfg,
-                folder=folder,
-                arm=arm,
-                chat=chat,
-                spec=spec,
-                rollout=RolloutConfig.from_config(
-                    cfg,
-                    act_params=arm.act_params,
-                    rehearse_params=arm.rehearse_params,
-                    observe_workers=arm.observe_workers,
-                ),
-                grounding=make_grounding(cfg.rollout.grounding),
-                judge=make_judge(cfg),
-                engine=engine,
-                learners=learners,
-                data=task_iterator(
-                    train,
-                    seed=cfg.seed,
-                    batch_size=cfg.learning.prompts_per_step,
-                    state=position.get("data"),
-                ),
-                held_out=held_out,
-                checkpoints=checkpoints,
-                sink=Sink(
-                    folder,
-                    tensorboard=cfg.metrics.tensorboard,
-                    length=position.get("files", {}).get("metrics", 0),
-                    step=position.get("step", 0),
-                ),
-                trajectories=trajectory_file(cfg, folder, position),
-                display=display,
-                initial=position.get("initial") or {name: x.digest() for name, x in learners.items()},
-                step=position.get("step", 0),
-                bad_steps=position.get("bad_steps", 0),
-                totals=dict(position.get("totals", {})),
-                position=position,
-                saved=position.get("step", -1),
-            )
-            fingerprint = run.data.get_state()["fingerprint"]
-            sources = {"train": source_counts(train), "held_out": source_counts(held_out)}
-            write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
-            if not position:
-                run.mark()
-                run.position = {}
-            try:
-                yield run
-            finally:
-                run.sink.close()
-                if run.trajectories is not None:
-                    run.trajectories.close()
-                checkpoints.close()
-    finally:
-        display.close()
-
-
-def trajectory_file(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> TrajectoryWriter | None:
-    """The run's trajectories, cut to what the checkpoint knows of."""
-    if not cfg.metrics.trajectories:
-        return None
-    path = folder / "trajectories.jsonl"
-    length = position.get("files", {}).get("trajectories", 0)
-    if path.exists() and path.stat().st_size > length:
-        with path.open("r+b") as file:
-            file.truncate(length)
-    return TrajectoryWriter(path)
-
-
-def restore(
-    cfg: ConfigDict, checkpoints: Checkpoints, learners: dict[str, Learner], display: Display
-) -> dict[str, Any]:
-    """Puts the newest whole checkpoint into the learners; returns its position, empty for a new run."""
-    if not cfg.checkpoint.resume:
-        return {}
-    checkpoints.clean_up()
-    step = checkpoints.latest()
-    if step is None:
-        return {}
-    position = checkpoints.read_meta(step)
-    states = checkpoints.restore(step, {name: x.state for name, x in learners.items()})
-    for name, learner in learners.items():
-        learner.state = states[name]
-    display.say(f"going on from the checkpoint of step {step}")
-    return position

@@ -194,7 +194,7 @@ class ToyEngine:
         return {"requests": float(self.count)}
 
 
-def toy_engine(cfg, spec, params, **_):
+def toy_engine(cfg, spec, params, *_):
     """Stands in for `build.make_engine`."""
     from envace_jax.build import chat_format
 

@@ -17,7 +17,7 @@ import pytest
 from learning_common import rewarded, tiny_config, toy_engine
 
 from envace_jax.config import UserError
-from envace_jax.learning import trainer
+from envace_jax.learning import setup, trainer
 from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.metrics import read_metrics
 
@@ -29,7 +29,7 @@ CHILD = Path(__file__).with_name("trainer_child.py")
 def rewards(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(trainer, "rollout", rewarded(trainer.rollout))
-    monkeypatch.setattr(trainer, "make_engine", toy_engine)
+    monkeypatch.setattr(setup, "make_engine", toy_engine)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def unbroken(tmp_path_factory):
     os.chdir(ROOT)
     patch = pytest.MonkeyPatch()
     patch.setattr(trainer, "rollout", rewarded(trainer.rollout))
-    patch.setattr(trainer, "make_engine", toy_engine)
+    patch.setattr(setup, "make_engine", toy_engine)
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
     assert trainer.run_train(tiny_config(folder)) == 0
     patch.undo()
@@ -84,8 +84,8 @@ def test_what_a_run_writes(unbroken):
     last = records[-1]
     for name in (
         "reward/mean reward/act groups/reward_spread groups/without_spread masked/share length/act finish/act/stop "
-        "outputs/rehearse ratio exp_drift exp_drift_max entropy grad_norm tokens_per_s/sampled time/rollout time/learn time/handover "
-        "time/step packing/fill lr total/trajectories act/parsed"
+        "outputs/rehearse ratio exp_drift exp_drift_max entropy grad_norm tokens_per_s/sampled time/rollout "
+        "time/learn time/handover time/step packing/fill lr total/trajectories act/parsed"
     ).split():
         assert name in last, name
     assert any(r["grad_norm"] > 0 for r in records)
@@ -149,7 +149,7 @@ def test_a_run_that_dies_goes_on_and_ends_alike(unbroken, tmp_path, monkeypatch,
 
     owner, name = {
         "collect": (trainer, "collect"),
-        "learn": (trainer.Learner, "learn"),
+        "learn": (setup.Learner, "learn"),
         "mark": (trainer.Run, "mark"),
         "save": (trainer.Run, "save"),
     }[place]

@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from learning_common import rewarded, tiny_config, toy_engine  # noqa: E402
 
-from envace_jax.learning import trainer  # noqa: E402
+from envace_jax.learning import setup, trainer  # noqa: E402
 
 
 def value(text: str):
@@ -27,5 +27,5 @@ if __name__ == "__main__":
     trainer.rollout = rewarded(trainer.rollout)
     changes = dict(argument.split("=", 1) for argument in sys.argv[2:])
     if changes.pop("engine", "toy") == "toy":
-        trainer.make_engine = toy_engine
+        setup.make_engine = toy_engine
     sys.exit(trainer.run_train(tiny_config(sys.argv[1], **{k: value(v) for k, v in changes.items()})))

@@ -1,0 +1,193 @@
+"""Puts a run together: data, model, programs, engine, files; and takes it up where a checkpoint left it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from envace_jax.build import chat_format, forward_options, load_model, make_engine, make_judge, mesh_for, rules_for
+from envace_jax.datasets.pipeline import TaskIterator, task_iterator
+from envace_jax.datasets.records import Task
+from envace_jax.datasets.sources import load_tasks, source_counts
+from envace_jax.learning.arms import Arm, make_arm
+from envace_jax.learning.checkpoint import Checkpoints
+from envace_jax.learning.learner import Learner, update_config
+from envace_jax.learning.metrics import Display, Sink
+from envace_jax.learning.run_dir import write_json
+from envace_jax.learning.step import make_update
+from envace_jax.rehearsal.grounding import Grounding, make_grounding
+from envace_jax.rehearsal.settings import RolloutConfig
+from envace_jax.rehearsal.trajectory import TrajectoryWriter
+from envace_jax.rewards.judge import Judge
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts of a run, and its position: `step` whole steps are done."""
+
+    cfg: ConfigDict
+    folder: Path
+    arm: Arm
+    chat: Any
+    spec: Any
+    rollout: RolloutConfig
+    grounding: Grounding | None
+    judge: Judge
+    engine: Any
+    learners: dict[str, Learner]
+    data: TaskIterator
+    held_out: list[Task]
+    checkpoints: Checkpoints
+    sink: Sink
+    trajectories: TrajectoryWriter | None
+    display: Display
+    initial: dict[str, Any]  # digest of the initial parameters, by set
+    step: int = 0
+    bad_steps: int = 0
+    totals: dict[str, float] = dataclasses.field(default_factory=dict)
+    position: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measured: bool = False  # the held-out figures before training are in the metrics
+    saved: int = -1
+
+    def mark(self) -> None:
+        """Notes where everything stands after a whole step: what a checkpoint of this step holds."""
+        files = {"metrics": self.sink.sync()}
+        if self.trajectories is not None:
+            files["trajectories"] = self.trajectories.path.stat().st_size
+        self.position = {
+            "step": self.step,
+            "seed": self.cfg.seed,
+            "data": self.data.get_state(),
+            "files": files,
+            "totals": dict(self.totals),
+            "bad_steps": self.bad_steps,
+            "measured": self.measured,
+            "initial": self.initial,
+            "model": self.spec.to_hf_config(),
+        }
+
+    def save(self) -> None:
+        """Begins the checkpoint of the last whole step."""
+        if self.saved == self.step:
+            return
+        self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
+        self.saved = self.step
+
+    def hand_over(self) -> None:
+        """Gives the engine the new parameters."""
+        for name, learner in self.learners.items():
+            learner.hand_over(self.engine, name)
+
+
+@contextlib.contextmanager
+def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
+    """Puts the parts of a run together, compiles, and restores the newest whole checkpoint if there is one."""
+    display = Display(cfg.learning.steps, enabled=cfg.metrics.progress)
+    try:
+        display.phase("loading")
+        train, held_out = load_tasks(cfg.data)
+        chat = chat_format(cfg)
+        mesh, rules = mesh_for(cfg), rules_for(cfg)
+        spec, params = load_model(cfg, chat, mesh, rules)
+        if cfg.warmstart.steps:
+            from envace_jax.learning.warmstart import warm_started
+
+            params = warm_started(cfg, folder, train, chat, spec, params, mesh, display)
+        arm = make_arm(cfg)
+        update = make_update(spec, update_config(cfg, mesh), mesh, options=forward_options(cfg, rules))
+        learners = {name: Learner(cfg, update, params, name, folder) for name in arm.learners}
+        checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, display.say)
+        position = restore(checkpoints, learners, display)
+        display.phase("compiling")
+        for learner in learners.values():
+            learner.compile()
+        engine = make_engine(cfg, spec, update.compute_copy(learners["policy"].state["params"]), rules, mesh)
+        for name in arm.frozen:
+            engine.set_params(update.compute_copy(update.place_params(params)), name)
+        for name in set(learners) - {"policy"}:
+            learners[name].hand_over(engine, name)
+        del params
+        engine.warm_up()
+        run = Run(
+            cfg=cfg,
+            folder=folder,
+            arm=arm,
+            chat=chat,
+            spec=spec,
+            rollout=RolloutConfig.from_config(
+                cfg,
+                act_params=arm.act_params,
+                rehearse_params=arm.rehearse_params,
+                observe_workers=arm.observe_workers,
+            ),
+            grounding=make_grounding(cfg.rollout.grounding),
+            judge=make_judge(cfg),
+            engine=engine,
+            learners=learners,
+            data=task_iterator(
+                train,
+                seed=cfg.seed,
+                batch_size=cfg.learning.prompts_per_step,
+                state=position.get("data"),
+            ),
+            held_out=held_out,
+            checkpoints=checkpoints,
+            sink=Sink(
+                folder,
+                tensorboard=cfg.metrics.tensorboard,
+                length=position.get("files", {}).get("metrics", 0),
+                step=position.get("step", 0),
+            ),
+            trajectories=trajectory_file(cfg, folder, position),
+            display=display,
+            initial=position.get("initial") or {name: x.digest() for name, x in learners.items()},
+            step=position.get("step", 0),
+            measured=position.get("measured", False),
+            bad_steps=position.get("bad_steps", 0),
+            totals=dict(position.get("totals", {})),
+            saved=position.get("step", -1),
+        )
+        fingerprint = run.data.get_state()["fingerprint"]
+        sources = {"train": source_counts(train), "held_out": source_counts(held_out)}
+        write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
+        run.mark()
+        try:
+            yield run
+        finally:
+            run.sink.close()
+            if run.trajectories is not None:
+                run.trajectories.close()
+            checkpoints.close()
+    finally:
+        display.close()
+
+
+def trajectory_file(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> TrajectoryWriter | None:
+    """The run's trajectories, cut to what the checkpoint knows of."""
+    if not cfg.metrics.trajectories:
+        return None
+    path = folder / "trajectories.jsonl"
+    length = position.get("files", {}).get("trajectories", 0)
+    if path.exists() and path.stat().st_size > length:
+        with path.open("r+b") as file:
+            file.truncate(length)
+    return TrajectoryWriter(path)
+
+
+def restore(checkpoints: Checkpoints, learners: dict[str, Learner], display: Display) -> dict[str, Any]:
+    """Puts the newest whole checkpoint into the learners; returns its position, empty for a new run."""
+    checkpoints.clean_up()
+    step = checkpoints.latest()
+    if step is None:
+        return {}
+    position = checkpoints.read_meta(step)
+    states = checkpoints.restore(step, {name: x.state for name, x in learners.items()})
+    for name, learner in learners.items():
+        learner.state = states[name]
+    display.say(f"going on from the checkpoint of step {step}")
+    return position
