@@ -20,12 +20,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from envace_jax.config import UserError
 from envace_jax.serving import protocol
 from envace_jax.serving.generate import Generated, Generator
 from envace_jax.serving.loop import Overloaded
 from envace_jax.serving.protocol import BadRequest, ChatRequest, Sampling
+from envace_jax.serving.rehearsed import Rehearsals
 from envace_jax.serving.stream import StreamParser, token_texts
 from envace_jax.serving.worlds import Worlds
+from envace_jax.test_time.plan import Plan, read_plan
 from envace_jax.text.chat import CALL, ChatFormat
 from envace_jax.text.tool_calls import parse_assistant
 from envace_jax.text.transcript import AssistantOutput
@@ -49,6 +52,7 @@ class Server:
 
     def __init__(self, generator: Generator, chat: ChatFormat, settings: ServerSettings, worlds: Worlds):
         self.generator, self.chat, self.settings, self.worlds = generator, chat, settings, worlds
+        self.rehearsals = Rehearsals(generator, chat, worlds.cfg)
         guarded = self._guarded
         self.app = Starlette(
             routes=[
@@ -113,6 +117,18 @@ class Server:
             raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
         return value
 
+    def _method(self, asked: str) -> tuple[str, Plan]:
+        """The model of a request, and the test-time method that its name may carry: `NAME+rehearse-parallel-2`."""
+        name, plus, method = asked.rpartition("+")
+        if not plus or asked == self.settings.model:
+            return self._model(asked), Plan()
+        try:
+            plan = read_plan(method)
+        except UserError as e:
+            raise BadRequest(str(e), "model", 404, "model_not_found") from None
+        self._model(name)
+        return asked, plan
+
     def _model(self, asked: str) -> str:
         if asked and asked != self.settings.model:
             message = f"model '{asked}' is not served here; '{self.settings.model}' is"
@@ -162,9 +178,14 @@ class Server:
         if request.headers.get("x-role", "").lower() == "rehearse":
             return await self._rehearse(body)
         asked = protocol.read_chat(body, self.settings.defaults)
-        model = self._model(asked.model)
+        model, plan = self._method(asked.model)
         if asked.schema is not None:
             raise BadRequest("'response_format' with JSON is not supported by this server", "response_format")
+        extra: dict[str, Any] = {}
+        if plan.kind != "none":
+            prepared = await _unless_gone(request, asyncio.ensure_future(self.rehearsals.prepare(asked, plan)))
+            asked = prepared.asked
+            extra = {"rehearsal": {"memory": prepared.memory, "tokens": prepared.tokens}}
         prompt, forced = self._prompt(asked)
         self.generator.check(prompt, asked.sampling)
         if asked.sampling.stream:
@@ -173,7 +194,7 @@ class Server:
         choices = [self._choice(i, asked, o, forced) for i, o in enumerate(outputs)]
         counted = protocol.usage(len(prompt), sum(len(o.ids) for o in outputs))
         identity = protocol.new_id("chatcmpl")
-        return JSONResponse(protocol.envelope("chat.completion", identity, model, choices, usage=counted))
+        return JSONResponse(protocol.envelope("chat.completion", identity, model, choices, usage=counted, **extra))
 
     async def _all(self, request: Request, prompt: list[int], sampling: Sampling) -> list[Generated]:
         """All choices; if the client goes away they are cancelled."""
@@ -278,9 +299,7 @@ class Server:
                         yield chunk(choice, {}, "tool_calls" if parser.sent_calls and reason == "stop" else reason)
                 if sampling.stream_usage:
                     counted = protocol.usage(len(prompt), sum(tokens))
-                    yield protocol.event(
-                        protocol.envelope("chat.completion.chunk", identity, model, [], usage=counted)
-                    )
+                    yield protocol.event(protocol.envelope("chat.completion.chunk", identity, model, [], usage=counted))
                 yield protocol.event("[DONE]")
             finally:
                 for p in pumps:
@@ -307,9 +326,7 @@ class Server:
         for prompt, text, outputs in zip(prompts, asked.prompts, groups):
             shown = (text if isinstance(text, str) else self.chat.tokenizer.decode(prompt)) if asked.echo else ""
             choices += [self._raw_choice(len(choices) + i, o, sampling, shown) for i, o in enumerate(outputs)]
-        counted = protocol.usage(
-            sum(map(len, prompts)), sum(len(o.ids) for outputs in groups for o in outputs)
-        )
+        counted = protocol.usage(sum(map(len, prompts)), sum(len(o.ids) for outputs in groups for o in outputs))
         return JSONResponse(
             protocol.envelope("text_completion", protocol.new_id("cmpl"), model, choices, usage=counted)
         )

@@ -113,7 +113,7 @@ class Worlds:
         if last.role != "assistant" or not last.tool_calls:
             raise BadRequest("X-Role: rehearse answers a last message that is an assistant's tool_calls", "messages")
         task = Task("request", "request", asked.messages[:1], asked.tools, ())
-        turns, results = _turns(asked.messages)
+        turns, results = past_turns(asked.messages), ()
         return await self._answer(task, turns, last.tool_calls[-1], asked.sampling, results)
 
     async def _answer(
@@ -165,8 +165,8 @@ class Worlds:
         return self._worlds[world]
 
 
-def _turns(messages: tuple[Message, ...]) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
-    """The answered part of a conversation as turns; results of the last message's own calls are none yet."""
+def past_turns(messages: tuple[Message, ...]) -> tuple[Turn, ...]:
+    """What came before the last message of a conversation, as turns."""
     turns: list[Turn] = []
     for message in messages[:-1]:
         if message.role == "user" or (not turns and message.role == "assistant"):
@@ -178,4 +178,4 @@ def _turns(messages: tuple[Message, ...]) -> tuple[tuple[Turn, ...], tuple[str, 
             *before, step = turns[-1].steps
             step = replace(step, observations=(*step.observations, Observation(message.content, "recorded")))
             turns[-1] = replace(turns[-1], steps=(*before, step))
-    return tuple(turns), ()
+    return tuple(turns)
