@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from envace_jax.build import chat_format, forward_options, load_model, make_engine, make_judge, mesh_for, rules_for
+from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for, rules_for
 from envace_jax.datasets.pipeline import TaskIterator, task_iterator
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks, source_counts
@@ -99,7 +99,7 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
 
             params = warm_started(cfg, folder, train, chat, spec, params, mesh, display)
         arm = make_arm(cfg)
-        update = make_update(spec, update_config(cfg, mesh), mesh, options=forward_options(cfg, rules))
+        update = make_update(spec, update_config(cfg, mesh), mesh)
         learners = {name: Learner(cfg, update, params, name, folder) for name in arm.learners}
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, display.say)
         position = restore(checkpoints, learners, display)
