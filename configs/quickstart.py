@@ -13,11 +13,13 @@ def get_config():
     c = default_config()
     c.model.path = "data/quickstart/model"
     c.chat.tool_docs = "none"  # the policy knows its eight tools
+    c.chat.thinking = True  # it never thinks, and an empty block before every output would cost tokens
+    c.chat.old_thinking = "keep"
     c.data.source = "quickstart"
     c.rollout.rehearse_prompt = "compact"
     c.rollout.max_act_tokens = 48
     c.rollout.max_rehearse_tokens = 48
-    c.rollout.max_input_tokens = 464
+    c.rollout.max_input_tokens = 272
     c.rollout.max_acts = 12
     c.rollout.max_segments = 40
     c.rollout.live_episodes = 64
@@ -25,8 +27,8 @@ def get_config():
     c.rollout.prefill_chunk = 64
     c.learning.steps = 30
     c.learning.lr = 2e-4
-    c.learning.row_tokens = 512
-    c.learning.rows_per_microbatch = 16
+    c.learning.row_tokens = 320
+    c.learning.rows_per_microbatch = 8
     c.learning.logprob_chunk = 512
     c.checkpoint.every = 10
     c.evaluation.at_start = True
