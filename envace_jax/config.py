@@ -77,6 +77,9 @@ def default_config() -> ConfigDict:
                 "worldbook": "",
                 "rehearse_prompt": "full",  # full | compact
                 "rehearse_tag": "tool_response",  # tool_response | execution_result
+                "max_examples": -1,  # recorded calls shown to REHEARSE, the closest; 0: all; -1: all, compact form 2
+                "show_thinking": False,  # whether REHEARSE reads ACT's thinking
+                "objects_only": False,  # a rehearsed answer must be an object or a list
                 "checks": ("format", "whitelist", "schema"),  # settled by the host before REHEARSE; also: exact
                 "on_invalid_call": "observe",  # observe | terminate
                 "on_invalid_rehearsal": "observe",
@@ -202,6 +205,8 @@ def apply_preset(cfg: ConfigDict) -> ConfigDict:
             "rollout.rehearse_tag": "execution_result",
             "rollout.on_invalid_call": "terminate",
             "rollout.on_invalid_rehearsal": "terminate",
+            "rollout.show_thinking": True,
+            "rollout.objects_only": True,
             "chat.thinking": True,
             "chat.old_thinking": "keep",
             "rewards.dependence": False,
@@ -314,6 +319,7 @@ CHECKS: dict[str, Check] = {
     "rollout.grounding": one_of("none", "past", "oracle", "worldbook"),
     "rollout.rehearse_prompt": one_of("full", "compact"),
     "rollout.rehearse_tag": one_of("tool_response", "execution_result"),
+    "rollout.max_examples": at_least(-1),
     "rollout.checks": subset_of("format", "whitelist", "schema", "exact"),
     "rollout.on_invalid_call": one_of("observe", "terminate"),
     "rollout.on_invalid_rehearsal": one_of("observe", "terminate"),
