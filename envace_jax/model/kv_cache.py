@@ -8,16 +8,21 @@ buffer with one cursor for all rows, and `merge` moves them to each row's end wh
 Layers are separate arrays (`stacked=False`) or one array with a leading layer axis (`stacked=True`). Stacked is
 what a scan over layers needs, and what TPU compiles well; XLA on CPU copies whatever a program slices out of a
 stack, so there separate arrays are read in place.
+
+On a mesh heads are cut over the rules' `kv_heads` axis and rows are whole: every operation here is local to a shard.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from envace_jax.model.attention import NEGATIVE
+from envace_jax.model.sharding import Rules, mesh_active
 from envace_jax.model.spec import Qwen3Spec
 
 
@@ -47,15 +52,32 @@ class KVCache(NamedTuple):
         return self.k[index], self.v[index]
 
 
-def empty_cache(spec: Qwen3Spec, rows: int, length: int, dtype: Any, *, stacked: bool) -> KVCache:
+def cache_spec(rules: Rules, *, stacked: bool) -> jax.sharding.PartitionSpec:
+    """The layout of every array of a cache."""
+    return rules.spec(*(["layers"] if stacked else []), None, "kv_heads", None, None)
+
+
+def empty_cache(spec: Qwen3Spec, rows: int, length: int, dtype: Any, *, stacked: bool, sharding: Any = None) -> KVCache:
     """A cache of zeros."""
     shape = (rows, spec.n_kv_heads, length, spec.head_dim)
     if stacked:
-        return KVCache(jnp.zeros((spec.n_layers, *shape), dtype), jnp.zeros((spec.n_layers, *shape), dtype))
-    return KVCache(
-        tuple(jnp.zeros(shape, dtype) for _ in range(spec.n_layers)),
-        tuple(jnp.zeros(shape, dtype) for _ in range(spec.n_layers)),
-    )
+        shape = (spec.n_layers, *shape)
+    zeros = functools.partial(jnp.zeros, shape, dtype, device=sharding)
+    if stacked:
+        return KVCache(zeros(), zeros())
+    return KVCache(*(tuple(zeros() for _ in range(spec.n_layers)) for _ in range(2)))
+
+
+def empty_buffer(main: KVCache, chunk: int) -> KVCache:
+    """A cache of `chunk` positions of zeros, laid out as `main` is."""
+    return jax.tree.map(lambda x: jnp.zeros_like(x[..., :chunk, :]), main)
+
+
+def local(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` run by every shard on its own heads; itself where no mesh is set."""
+    if not mesh_active():
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
 
 
 def put(cache: KVCache, layer: Any, k_RxKxPxDh: jax.Array, v_RxKxPxDh: jax.Array, starts: Any) -> KVCache:
@@ -70,25 +92,12 @@ def put(cache: KVCache, layer: Any, k_RxKxPxDh: jax.Array, v_RxKxPxDh: jax.Array
     return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
 
 
-def _row_windows(whole: jax.Array, part: jax.Array, rows_R: jax.Array, starts_R: jax.Array) -> jax.Array:
-    """Writes `part[r]` at position `starts_R[r]` of row `rows_R[r]`; rows out of range are left out."""
-    positions_RxP = starts_R[:, None] + jnp.arange(part.shape[-2])[None]
-    moved = jnp.moveaxis(part, -2, -3)  # [R, P, K, Dh], as advanced indexing lays it out
-    return whole.at[rows_R[:, None], :, positions_RxP].set(moved, mode="drop")
-
-
 def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array) -> KVCache:
     """Appends a chunk's buffer `[B, K, C, Dh]` to every row at its own length (rows in the same order)."""
 
-    def one_layer(whole: jax.Array, part: jax.Array) -> jax.Array:
+    def rows(whole: jax.Array, part: jax.Array) -> jax.Array:
         update = lambda w, p, s: jax.lax.dynamic_update_slice(w, p, (0, s, 0))  # noqa: E731
         return jax.vmap(update)(whole, part, starts_B)
-
-    if not main.stacked:
-        return KVCache(
-            tuple(map(one_layer, main.k, buffer.k)),
-            tuple(map(one_layer, main.v, buffer.v)),
-        )
 
     def stacked(whole: jax.Array, part: jax.Array) -> jax.Array:
         # Unrolled on purpose: as a loop it crashes libtpu, and a scatter is slow there.
@@ -96,7 +105,7 @@ def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array) -> KVCache:
             whole = jax.lax.dynamic_update_slice(whole, part[:, r : r + 1], (0, r, 0, starts_B[r], 0))
         return whole
 
-    return KVCache(stacked(main.k, buffer.k), stacked(main.v, buffer.v))
+    return jax.tree.map(stacked if main.stacked else rows, main, buffer)
 
 
 def write_windows(
@@ -108,35 +117,31 @@ def write_windows(
     starts_R: jax.Array,
 ) -> KVCache:
     """Writes one layer's window of P positions into R rows; a row index out of range writes nothing."""
+    positions_RxP = starts_R[:, None] + jnp.arange(k_RxKxPxDh.shape[-2])[None]
+    where = (rows_R[:, None], slice(None), positions_RxP)
 
     def one(whole: Any, part: jax.Array) -> Any:
+        moved = jnp.swapaxes(part, 1, 2)  # [R, P, K, Dh], as advanced indexing lays it out
         if isinstance(whole, tuple):
-            return whole[:layer] + (_row_windows(whole[layer], part, rows_R, starts_R),) + whole[layer + 1 :]
-        positions_RxP = starts_R[:, None] + jnp.arange(part.shape[-2])[None]
-        moved = jnp.moveaxis(part, -2, -3)
-        return whole.at[layer, rows_R[:, None], :, positions_RxP].set(moved, mode="drop")
+            return whole[:layer] + (whole[layer].at[where].set(moved, mode="drop"),) + whole[layer + 1 :]
+        return whole.at[(layer, *where)].set(moved, mode="drop")
 
     return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
 
 
-def copy_rows(
-    target: KVCache, source: KVCache, to_R: jax.Array, from_R: jax.Array, length: int
-) -> KVCache:
+def copy_rows(target: KVCache, source: KVCache, to_R: jax.Array, from_R: jax.Array, length: int) -> KVCache:
     """The first `length` positions of rows `from_R` of `source` into rows `to_R` of `target`.
 
     All rows are read before any is written, so source and target may be one cache. A target index out of
     range writes nothing.
     """
 
-    def one(whole: Any, other: Any) -> Any:
-        if isinstance(whole, tuple):
-            return tuple(
-                w.at[to_R, :, :length].set(o.at[from_R, :, :length].get(mode="clip"), mode="drop")
-                for w, o in zip(whole, other)
-            )
-        return whole.at[:, to_R, :, :length].set(other.at[:, from_R, :, :length].get(mode="clip"), mode="drop")
+    def one(whole: jax.Array, other: jax.Array) -> jax.Array:
+        every = (slice(None),) * (whole.ndim - 4)
+        part = other.at[(*every, from_R, slice(None), slice(length))].get(mode="clip")
+        return whole.at[(*every, to_R, slice(None), slice(length))].set(part, mode="drop")
 
-    return KVCache(one(target.k, source.k), one(target.v, source.v))
+    return jax.tree.map(one, target, source)
 
 
 def decode_attention(

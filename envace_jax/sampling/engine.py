@@ -66,7 +66,9 @@ class EngineConfig:
 class Engine:
     """Rows on the device for any number of requests; `submit`, then `step` until `idle`.
 
-    One engine serves several named parameter sets of one spec: each has its own rows and shares the programs.
+    One engine serves several named parameter sets of one spec: each has its own rows and shares the programs. On a
+    `mesh` heads, feed-forward and vocabulary are cut over the rules' axes and rows are whole; parameters laid out
+    otherwise (a learner's) are brought into that layout once per hand-over.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         seed: int = 0,
         options: ForwardOptions = ForwardOptions(),
+        mesh: jax.sharding.Mesh | None = None,
     ):
         self.spec, self.config, self.seed = spec, config, seed
         shapes = Shapes.plan(
@@ -88,7 +91,9 @@ class Engine:
         unroll = config.unroll_layers
         if unroll is None:
             unroll = jax.default_backend() == "cpu"
-        self.run = Programs(spec, dataclasses.replace(options, remat="none"), shapes, stacked=not unroll)
+        rules = dataclasses.replace(options.rules, batch=None, sequence=None, embed=None, logits=None)
+        options = dataclasses.replace(options, remat="none", rules=rules)
+        self.run = Programs(spec, options, shapes, stacked=not unroll, mesh=mesh)
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._pools: dict[str, Pool] = {}
         self._ids = itertools.count()
@@ -109,7 +114,7 @@ class Engine:
         if pool.live or pool.waiting:
             raise RuntimeError(f"set_params('{name}') while requests are in flight: drain or cancel them first")
         pool.params = self.run.hand_over(params)
-        pool.invalidate()
+        pool.forget()
 
     def submit(self, request: Request) -> int:
         """Queues a request and returns its id; raises `UserError` for one that can never run."""
@@ -176,6 +181,15 @@ class Engine:
         """The ledger is closed: its row may be overwritten."""
         for pool in self._pools.values():
             pool.release(affinity)
+
+    def forget(self) -> None:
+        """Drops all kept keys and values; requests under way are not touched."""
+        for pool in self._pools.values():
+            pool.forget()
+
+    def params(self, name: str = "policy") -> Params:
+        """A parameter set as the programs read it."""
+        return self._pools[name].params
 
     def warm_up(self) -> list[str]:
         """Compiles every program the engine can ask for; afterwards any further compilation is counted."""

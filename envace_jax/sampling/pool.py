@@ -113,9 +113,9 @@ class Pool:
 
     # ---- whose row is what
 
-    def invalidate(self) -> None:
-        """Forgets all keys and values (the parameters changed)."""
-        self.valid[:] = 0
+    def forget(self) -> None:
+        """Drops the keys and values of all rows that are not live."""
+        self.valid[~self.busy] = 0
 
     def release(self, affinity: Hashable) -> None:
         """No ledger comes back for this row; what it holds may still be copied until it is overwritten."""

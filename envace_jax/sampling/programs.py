@@ -7,6 +7,7 @@ caches are donated. `Programs` compiles each once for each shape of the ladder a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -15,9 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from envace_jax.model import kv_cache, qwen3
 from envace_jax.model.kv_cache import KVCache
+from envace_jax.model.sharding import Rules, param_shardings
 from envace_jax.model.spec import Qwen3Spec
 from envace_jax.sampling.sampler import position_uniforms, sample
 
@@ -110,19 +114,17 @@ def decode(
     keys_Bx2 = jax.lax.bitcast_convert_type(ints_BxN[:, KEY : KEY + 2], jnp.uint32)
     stops_BxS = ints_BxN[:, STOPS:]
     uniform_BxC = position_uniforms(keys_Bx2, length_B, chunk)
-    width = (b, spec.n_kv_heads, chunk, spec.head_dim)
-    dtype = options.dtype
-    if main.stacked:
-        zeros = jnp.zeros_like(main.k[..., :chunk, :])  # laid out as the cache is
-        buffer = KVCache(zeros, zeros)
-    else:
-        buffer = KVCache(*(tuple(jnp.zeros(width, dtype) for _ in range(spec.n_layers)) for _ in range(2)))
+    rules, stacked = options.rules, main.stacked
+    heads, rows = rules.spec(None, "heads", None), P(None)
+    layer_spec, cache_spec = (kv_cache.cache_spec(rules, stacked=x) for x in (False, stacked))
+    read = kv_cache.local(kv_cache.decode_attention, (heads, layer_spec, layer_spec, rows, P()), heads)
+    merge = kv_cache.local(kv_cache.merge, (cache_spec, cache_spec, rows), cache_spec)
+    buffer = kv_cache.empty_buffer(main, chunk)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cursor: jax.Array):
         k_BxKx1xDh, v_BxKx1xDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         carry = kv_cache.put(carry, layer, k_BxKx1xDh, v_BxKx1xDh, (0, 0, cursor, 0))
-        out = kv_cache.decode_attention(q[:, 0], main.layer(layer), carry.layer(layer), length_B, cursor)
-        return carry, out[:, None]
+        return carry, read(q[:, 0], main.layer(layer), carry.layer(layer), length_B, cursor)[:, None]
 
     def more(state: tuple) -> jax.Array:
         cursor, wasted, live_B = state[0], state[1], state[3]
@@ -142,9 +144,7 @@ def decode(
         )
         logits_BxV = qwen3.unembed(params, hidden_Bx1xD[:, 0], options)
         uniform_B = jax.lax.dynamic_index_in_dim(uniform_BxC, cursor, 1, keepdims=False)
-        token_B, logp_B = sample(
-            logits_BxV, uniform_B, floats_Bx2[:, 0], floats_Bx2[:, 1], ints_BxN[:, TOP_K]
-        )
+        token_B, logp_B = sample(logits_BxV, uniform_B, floats_Bx2[:, 0], floats_Bx2[:, 1], ints_BxN[:, TOP_K])
         broken_B = live_B & ~jnp.isfinite(logp_B)
         count_B += live_B & ~broken_B
         stopped_B = live_B & jnp.any(token_B[:, None] == stops_BxS, axis=-1)
@@ -170,7 +170,7 @@ def decode(
         buffer,
     )
     n, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, buffer = jax.lax.while_loop(more, advance, state)
-    main = kv_cache.merge(main, buffer, length_B)
+    main = merge(main, buffer, length_B)
     facts_Bx3 = jnp.stack([count_B, finish_B, jnp.full_like(count_B, n)], axis=1)
     return main, jnp.concatenate([tokens_BxC, facts_Bx3], axis=1), logps_BxC
 
@@ -191,34 +191,50 @@ def prefill(
     """
     rows_R, starts_R = places_Rx2[:, 0], places_Rx2[:, 1]
     positions_RxP = starts_R[:, None] + jnp.arange(tokens_RxP.shape[1])[None]
+    rules = options.rules
+    heads, kv = rules.spec(None, None, "heads", None), rules.spec(None, None, "kv_heads", None)
+    cache_spec = kv_cache.cache_spec(rules, stacked=main.stacked)
+
+    def window(layer: Any, carry: KVCache, q: jax.Array, k: jax.Array, v: jax.Array, rows, starts, positions):
+        k_RxKxPxDh, v_RxKxPxDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        carry = kv_cache.write_windows(carry, layer, k_RxKxPxDh, v_RxKxPxDh, rows, starts)
+        seen = (x.at[rows, :, :context].get(mode="clip") for x in carry.layer(layer))
+        return carry, kv_cache.prefill_attention(q, *seen, positions)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array):
-        k_RxKxPxDh, v_RxKxPxDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        carry = kv_cache.write_windows(carry, layer, k_RxKxPxDh, v_RxKxPxDh, rows_R, starts_R)
-        k_RxKxTxDh, v_RxKxTxDh = kv_cache.read_rows(carry, layer, rows_R, context)
-        return carry, kv_cache.prefill_attention(q, k_RxKxTxDh, v_RxKxTxDh, positions_RxP)
+        arrays = (carry, q, k, v, rows_R, starts_R, positions_RxP)
+        specs = (cache_spec, heads, kv, kv, P(None), P(None), P(None, None))
+        if main.stacked:
+            window_ = kv_cache.local(window, (P(), *specs), (cache_spec, heads))
+            return window_(layer, *arrays)
+        # Unrolled, the index is a number: it must stay one.
+        return kv_cache.local(functools.partial(window, layer), specs, (cache_spec, heads))(*arrays)
 
     x_RxPxD = qwen3.embed(params, tokens_RxP, options)
     return qwen3.decoder(params, spec, x_RxPxD, positions_RxP, attend, main, options=options)[1]
 
 
-def hand_over(params: Any, *, spec: Qwen3Spec, dtype: Any, stacked: bool) -> Any:
-    """Parameters as the programs read them: in the compute dtype, and one tree a layer unless stacked."""
+def hand_over(params: Any, *, spec: Qwen3Spec, dtype: Any, stacked: bool, specs: Any = None) -> Any:
+    """Parameters as the programs read them: in the compute dtype and layout, one tree a layer unless stacked."""
     params = jax.tree.map(lambda w: w.astype(dtype), params)
+    if specs is not None:
+        params = jax.tree.map(jax.reshard, params, specs)
     if stacked:
         return params
     one = lambda i: jax.tree.map(lambda w: w[i], params["layers"])  # noqa: E731
     return {**params, "layers": tuple(map(one, range(spec.n_layers)))}
 
 
-def copy(target: KVCache, source: KVCache, moves_Rx2: jax.Array, *, length: int) -> KVCache:
+def copy(target: KVCache, source: KVCache, moves_Rx2: jax.Array, *, length: int, rules: Rules) -> KVCache:
     """Rows `moves[:, 0]` of the source into rows `moves[:, 1]` of the target (out of range: nothing)."""
-    return kv_cache.copy_rows(target, source, moves_Rx2[:, 1], moves_Rx2[:, 0], length)
+    cache = kv_cache.cache_spec(rules, stacked=target.stacked)
+    move = kv_cache.local(functools.partial(kv_cache.copy_rows, length=length), (cache, cache, P(None), P(None)), cache)
+    return move(target, source, moves_Rx2[:, 1], moves_Rx2[:, 0])
 
 
-def copy_within(cache: KVCache, moves_Rx2: jax.Array, *, length: int) -> KVCache:
+def copy_within(cache: KVCache, moves_Rx2: jax.Array, *, length: int, rules: Rules) -> KVCache:
     """`copy` inside one cache."""
-    return copy(cache, cache, moves_Rx2, length=length)
+    return copy(cache, cache, moves_Rx2, length=length, rules=rules)
 
 
 def resize(cache: KVCache, *, length: int) -> KVCache:
@@ -244,29 +260,62 @@ def _signature(tree: Any) -> tuple[Any, ...]:
 class Programs:
     """The compiled programs of one engine, by name and static sizes. Every parameter set of the spec uses them."""
 
-    def __init__(self, spec: Qwen3Spec, options: qwen3.ForwardOptions, shapes: Shapes, *, stacked: bool):
-        self.spec, self.options, self.shapes, self.stacked = spec, options, shapes, stacked
+    def __init__(
+        self,
+        spec: Qwen3Spec,
+        options: qwen3.ForwardOptions,
+        shapes: Shapes,
+        *,
+        stacked: bool,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        self.spec, self.options, self.shapes, self.stacked, self.mesh = spec, options, shapes, stacked, mesh
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.n_compiled = 0
-        self._hand_over = jax.jit(
-            functools.partial(hand_over, spec=spec, dtype=options.dtype, stacked=stacked)
-        )
+        self._hand_over: dict[Any, Any] = {}
+
+    def active(self) -> contextlib.AbstractContextManager:
+        """The mesh of this engine's devices, where it has one."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def hand_over(self, params: Any) -> Any:
-        """See `hand_over`; parameters that need no change are used as they are, without a copy."""
-        same = all(x.dtype == self.options.dtype for x in jax.tree.leaves(params))
-        return params if same and self.stacked else self._hand_over(params)
+        """See `hand_over`, into the sampler's layout; what needs no change is used as it is, without a copy."""
+        with self.active():
+            target = None if self.mesh is None else param_shardings(params, self.mesh, self.options.rules)
+            same = all(x.dtype == self.options.dtype for x in jax.tree.leaves(params))
+            if target is not None:
+                same &= jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, params, target))
+            if same and self.stacked:
+                return params
+            function = functools.partial(
+                hand_over,
+                spec=self.spec,
+                dtype=self.options.dtype,
+                stacked=self.stacked,
+                specs=None if target is None else jax.tree.map(lambda s: s.spec, target),
+            )
+            key = _signature(params)
+            if key not in self._hand_over:
+                self._hand_over[key] = jax.jit(function)
+            return self._hand_over[key](params)
 
     def cache(self, rows: int, length: int) -> KVCache:
-        return kv_cache.empty_cache(self.spec, rows, length, self.options.dtype, stacked=self.stacked)
+        sharding = None
+        if self.mesh is not None:
+            sharding = NamedSharding(self.mesh, kv_cache.cache_spec(self.options.rules, stacked=self.stacked))
+        return kv_cache.empty_cache(
+            self.spec, rows, length, self.options.dtype, stacked=self.stacked, sharding=sharding
+        )
 
-    def _program(self, name: str, key: tuple[Any, ...], function: Callable, donate: Any, args: tuple) -> Any:
+    def _program(self, name: str, key: tuple[Any, ...], function: Callable, donate: int | None, args: tuple) -> Any:
         program = self.compiled.get((name, *key))
         if program is None:
+            donate = () if donate is None else (donate,)
             everywhere = (name, key, self.spec, self.options, self.shapes, _signature(args))
             program = _COMPILED.get(everywhere)
             if program is None:
-                program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+                with self.active():
+                    program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
                 _COMPILED[everywhere] = program
                 self.n_compiled += 1
             self.compiled[name, *key] = program
@@ -274,30 +323,26 @@ class Programs:
 
     def decode(self, params: Any, main: KVCache, ints: np.ndarray, floats: np.ndarray, patience: int) -> Any:
         args = (params, main, ints, floats, np.int32(patience))
-        function = functools.partial(
-            decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk
-        )
-        return self._program("decode", (main.rows, main.length), function, (1,), args)(*args)
+        function = functools.partial(decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk)
+        return self._program("decode", (main.rows, main.length), function, 1, args)(*args)
 
-    def prefill(
-        self, params: Any, main: KVCache, tokens: np.ndarray, places: np.ndarray, context: int
-    ) -> KVCache:
+    def prefill(self, params: Any, main: KVCache, tokens: np.ndarray, places: np.ndarray, context: int) -> KVCache:
         args = (params, main, tokens, places)
         function = functools.partial(prefill, spec=self.spec, options=self.options, context=context)
-        return self._program("prefill", (main.length, *tokens.shape, context), function, (1,), args)(*args)
+        return self._program("prefill", (main.length, *tokens.shape, context), function, 1, args)(*args)
 
     def copy(self, target: KVCache, source: KVCache, moves: np.ndarray) -> KVCache:
         length = min(target.length, source.length)
         key = (target.rows, target.length, source.rows, source.length, len(moves))
         if target is source:
-            function = functools.partial(copy_within, length=length)
-            return self._program("copy_within", key, function, (0,), (target, moves))(target, moves)
-        function = functools.partial(copy, length=length)
-        return self._program("copy", key, function, (0,), (target, source, moves))(target, source, moves)
+            function = functools.partial(copy_within, length=length, rules=self.options.rules)
+            return self._program("copy_within", key, function, 0, (target, moves))(target, moves)
+        function = functools.partial(copy, length=length, rules=self.options.rules)
+        return self._program("copy", key, function, 0, (target, source, moves))(target, source, moves)
 
     def resize(self, cache: KVCache, length: int) -> KVCache:
         function = functools.partial(resize, length=length)
-        return self._program("resize", (cache.length, length), function, (), (cache,))(cache)
+        return self._program("resize", (cache.length, length), function, None, (cache,))(cache)
 
     def warm_up(self, params: Any) -> Iterator[str]:
         """Compiles everything the ladder can ask for; yields a line per program group."""

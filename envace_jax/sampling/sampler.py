@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry2x32_p
 
 BISECTIONS = 31
 """Enough to find a float32 threshold exactly: positive floats order like their 31 bits."""
@@ -25,14 +27,18 @@ def request_key(seed: int, key: Sequence[int]) -> np.ndarray:
 
 
 def position_uniforms(keys_Bx2: jax.Array, first_B: jax.Array, n: int) -> jax.Array:
-    """Uniforms [B, n] in [0, 1) for positions `first_B .. first_B + n - 1` of every row."""
+    """Uniforms [B, n] in [0, 1) for positions `first_B .. first_B + n - 1` of every row.
 
-    def one(key: jax.Array, position: jax.Array) -> jax.Array:
-        folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-        return jax.random.uniform(folded)
-
-    positions_BxN = first_B[:, None] + jnp.arange(n)[None]
-    return jax.vmap(jax.vmap(one, (None, 0)))(keys_Bx2, positions_BxN)
+    One Threefry call: a row's key words are the cipher's key, the position is what it encrypts.
+    """
+    positions_BxN = (first_B[:, None] + jnp.arange(n)[None]).astype(jnp.uint32)
+    whole = functools.partial(jnp.broadcast_to, shape=positions_BxN.shape)
+    bits_BxN, _ = threefry2x32_p.bind(
+        whole(keys_Bx2[:, :1]), whole(keys_Bx2[:, 1:]), positions_BxN, jnp.zeros_like(positions_BxN)
+    )
+    # The 23 upper bits are the mantissa of a float in [1, 2).
+    ones_BxN = (bits_BxN >> 9) | jnp.uint32(0x3F800000)
+    return jax.lax.bitcast_convert_type(ones_BxN, jnp.float32) - 1.0
 
 
 def _largest_threshold(weights_BxV: jax.Array, enough) -> jax.Array:
@@ -61,9 +67,7 @@ def truncate(weights_BxV: jax.Array, top_p_B: jax.Array, top_k_B: jax.Array) -> 
     bound = _largest_threshold(weights_BxV, lambda keep: keep.sum(-1) >= count)
     weights_BxV = jnp.where(weights_BxV >= bound[:, None], weights_BxV, 0.0)
     mass = jnp.where(top_p_B < 1.0, top_p_B, 0.0) * weights_BxV.sum(-1)
-    bound = _largest_threshold(
-        weights_BxV, lambda keep: jnp.where(keep, weights_BxV, 0.0).sum(-1) >= mass
-    )
+    bound = _largest_threshold(weights_BxV, lambda keep: jnp.where(keep, weights_BxV, 0.0).sum(-1) >= mass)
     bound = jnp.where(top_p_B < 1.0, bound, 0.0)
     return jnp.where(weights_BxV >= bound[:, None], weights_BxV, 0.0)
 
@@ -90,9 +94,7 @@ def draw(weights_BxV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     place_B = jnp.minimum((jnp.cumsum(inside_BxS, axis=-1) <= rest_B[:, None]).sum(-1), last_B)
     # A place of zero weight can only be reached when the residual rounds below zero: take the next one up.
     index_S = jnp.arange(size)
-    first_B = jnp.min(
-        jnp.where((inside_BxS > 0) & (index_S >= place_B[:, None]), index_S, size - 1), axis=-1
-    )
+    first_B = jnp.min(jnp.where((inside_BxS > 0) & (index_S >= place_B[:, None]), index_S, size - 1), axis=-1)
     return block_B * size + first_B
 
 

@@ -9,9 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from plain import SPEC, make_params  # noqa: E402
+from plain import SPEC, make_params
 
-from envace_jax.sampling.engine import Engine, EngineConfig  # noqa: E402
+from envace_jax.sampling.engine import Engine, EngineConfig
 
 SMALL = EngineConfig(slots=4, shelf=3, max_length=88, chunk=8, prefill_chunk=32, min_share=4)
 

@@ -13,7 +13,7 @@ from envace_jax.model.spec import Qwen3Spec
 from envace_jax.sampling.sampler import position_uniforms, request_key, sample
 
 SPEC = Qwen3Spec(
-    vocab_size=61,
+    vocab_size=64,
     d_model=32,
     n_layers=2,
     n_heads=4,

@@ -69,9 +69,7 @@ def test_ledgers_go_on_in_their_rows_and_logprobs_equal_a_full_forward(make_engi
             check(c, request, params, 3, engine.config.max_length)
             start = len(ledgers[a])
             ledgers[a] += c.ids
-            np.testing.assert_allclose(
-                c.logprobs, row_logprobs(params, ledgers[a], start, 0.8), atol=TOLERANCE
-            )
+            np.testing.assert_allclose(c.logprobs, row_logprobs(params, ledgers[a], start, 0.8), atol=TOLERANCE)
     assert engine.stats()["tokens_prefilled"] <= prefilled  # three new tokens and the last sampled one, never more
 
 
@@ -190,7 +188,8 @@ def test_parameter_sets_have_their_own_rows(make_engine, params):
     other = make_params(7)
     engine.set_params(other, "second")
     prompt = ids_of(np.random.default_rng(4), 12)
-    requests = [Request(prompt, SamplingParams(max_tokens=8), (i,), param_set=n) for i, n in enumerate(["policy", "second"] * 3)]
+    sampling = SamplingParams(max_tokens=8)
+    requests = [Request(prompt, sampling, (i,), param_set=n) for i, n in enumerate(["policy", "second"] * 3)]
     ids = [engine.submit(r) for r in requests]
     done = drain(engine)
     for i, r in zip(ids, requests):
