@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError
 from envace_jax.model import qwen3
 from envace_jax.model.hf import load_params
+from envace_jax.model.lora import LoraConfig, init_lora
 from envace_jax.model.sharding import Rules, make_mesh, param_shardings
 from envace_jax.model.spec import PRESETS, Qwen3Spec
 from envace_jax.rewards.judge import Judge, RuleJudge
@@ -27,6 +28,7 @@ __all__ = [
     "engine_config",
     "forward_options",
     "load_model",
+    "lora_config",
     "make_engine",
     "make_judge",
     "mesh_for",
@@ -64,23 +66,45 @@ def model_spec(cfg: ConfigDict, chat: ChatFormat | None = None) -> Qwen3Spec:
 def load_model(
     cfg: ConfigDict, chat: ChatFormat, mesh: jax.sharding.Mesh | None, rules: Rules = Rules()
 ) -> tuple[Qwen3Spec, qwen3.Params]:
-    """Spec and float32 master parameters, laid out on the mesh; random ones where no folder is named."""
+    """Spec and float32 master parameters, laid out on the mesh; random ones where no folder is named.
+
+    With `model.lora` the weights are in the compute dtype and fresh adapters lie beside them, under `lora`.
+    """
     spec = model_spec(cfg, chat)
     if chat.tokenizer.vocab_size > spec.vocab_size:
         raise UserError(
             f"the tokenizer has {chat.tokenizer.vocab_size} pieces, the model {spec.vocab_size} embeddings: "
             "model.tokenizer does not belong to model.path"
         )
+    lora = lora_config(cfg)
+    dtype = jnp.dtype(cfg.model.dtype) if lora else jnp.float32  # weights that stay need no master copy
     if cfg.model.path:
-        return spec, load_params(Path(cfg.model.path), spec, rules=rules, mesh=mesh, dtype=jnp.float32)
-    shardings = None if mesh is None else param_shardings(qwen3.param_shapes(spec), mesh, rules)
-    init = jax.jit(lambda key: qwen3.init_params(spec, key), out_shardings=shardings)
-    return spec, init(jax.random.key(cfg.seed))
+        params = load_params(Path(cfg.model.path), spec, rules=rules, mesh=mesh, dtype=dtype)
+    else:
+        shardings = None if mesh is None else param_shardings(qwen3.param_shapes(spec), mesh, rules)
+        init = jax.jit(lambda key: qwen3.init_params(spec, key, dtype), out_shardings=shardings)
+        params = init(jax.random.key(cfg.seed))
+    if lora is not None:
+        params = params | {"lora": init_lora(spec, lora, jax.random.key(cfg.seed))}
+    return spec, params
+
+
+def lora_config(cfg: ConfigDict) -> LoraConfig | None:
+    """The adapters that are trained; None where every parameter is."""
+    c = cfg.model.lora
+    return LoraConfig(c.rank, c.alpha, tuple(c.targets)) if c.rank else None
+
+
+def lora_scale(cfg: ConfigDict) -> float:
+    """What the adapters' term is multiplied with."""
+    return cfg.model.lora.alpha / cfg.model.lora.rank if cfg.model.lora.rank else 1.0
 
 
 def forward_options(cfg: ConfigDict, rules: Rules = Rules()) -> qwen3.ForwardOptions:
     """Compute dtype, recomputation and layout of the forward pass, the same for sampler and learner."""
-    return qwen3.ForwardOptions(dtype=jnp.dtype(cfg.model.dtype), remat=cfg.model.remat, rules=rules)
+    return qwen3.ForwardOptions(
+        dtype=jnp.dtype(cfg.model.dtype), remat=cfg.model.remat, rules=rules, lora_scale=lora_scale(cfg)
+    )
 
 
 def longest_row(cfg: ConfigDict) -> int:

@@ -54,6 +54,11 @@ def default_config() -> ConfigDict:
                 "dtype": "float32",  # compute dtype; master weights are float32
                 "remat": "none",
                 "attention": "xla",
+                "lora": {  # low-rank adapters: they alone are trained
+                    "rank": 0,  # 0: none, every parameter is trained
+                    "alpha": 32.0,  # the adapters' term is scaled by alpha / rank
+                    "targets": ("q", "k", "v", "o"),  # also gate, up, down (not with experts)
+                },
                 "moe_chunk": 0,  # tokens of a shard that go through the experts at a time; 0: all
             },
             "chat": {
@@ -155,6 +160,7 @@ def default_config() -> ConfigDict:
                 "lr": 1e-3,
                 "tasks": 0,
                 "batch_rows": 64,
+                "reviews": 0.0,  # share of demonstrations that also teach self-evaluation and memory
             },
             "mesh": {
                 "replica": 1,
@@ -304,6 +310,9 @@ CHECKS: dict[str, Check] = {
     "model.dtype": one_of("float32", "bfloat16"),
     "model.remat": one_of("none", "full", "attention", "dots", "offload"),
     "model.moe_chunk": at_least(0),
+    "model.lora.rank": at_least(0),
+    "model.lora.alpha": above(0),
+    "model.lora.targets": subset_of("q", "k", "v", "o", "gate", "up", "down"),
     "model.attention": one_of("xla", "auto", "splash", "cudnn", "chunked"),
     "chat.tool_docs": one_of("full", "none"),
     "chat.old_thinking": one_of("strip", "keep"),
@@ -367,6 +376,7 @@ CHECKS: dict[str, Check] = {
     "learning.max_probability_error": above(1),
     "learning.max_staleness": between(0, 1),
     "warmstart.steps": at_least(0),
+    "warmstart.reviews": between(0, 1),
     "mesh.replica": at_least(1),
     "mesh.fsdp": at_least(1),
     "mesh.tensor": at_least(1),

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from envace_jax.build import longest_row, rules_for
+from envace_jax.build import longest_row, lora_scale, rules_for
 from envace_jax.learning.loss import LossConfig
 from envace_jax.learning.metrics import Metrics
 from envace_jax.learning.packing import TrainRow, loss_denominator, microbatches, needs_gradient, pack_rows
@@ -51,6 +51,7 @@ def update_config(cfg: ConfigDict, mesh: Mesh | None = None) -> UpdateConfig:
         attention=cfg.model.attention,
         moe_chunk=cfg.model.moe_chunk,
         rules=rules_for(cfg),
+        lora_scale=lora_scale(cfg),
         rows=rows,
         row_tokens=c.row_tokens,
         capacity=max(1, -(-tokens // (rows * c.row_tokens))),

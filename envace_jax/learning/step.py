@@ -45,7 +45,7 @@ class UpdateConfig:
     A microbatch is `rows` batch rows of `row_tokens` ids; `capacity` is the number of microbatches that the program
     has room for.  drift_limit: an update whose mean exp|learner - sampler| exceeds it is not taken (0: no limit).
     router_aux_coef: weight of the load-balancing loss of a mixture of experts.
-    attention, moe_chunk, rules: see `model.qwen3.ForwardOptions`.
+    attention, moe_chunk, rules, lora_scale: see `model.qwen3.ForwardOptions`.
     """
 
     lr: float = 1e-6
@@ -62,6 +62,7 @@ class UpdateConfig:
     attention: str = "xla"
     moe_chunk: int = 0
     rules: Rules = Rules()
+    lora_scale: float = 1.0
     rows: int = 8
     row_tokens: int = 256
     capacity: int = 16
@@ -142,6 +143,7 @@ class Update:
             rules=rules,
             attention=config.attention,
             moe_chunk=config.moe_chunk,
+            lora_scale=config.lora_scale,
         )
         self.optimizer = config.optimizer()
         self.capacity = config.capacity

@@ -83,6 +83,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", default="policy", dest="name", help="parameter set of an arm with several")
     parser.add_argument("--dtype", choices=sorted(DTYPE_OPTION), default="bfloat16", help="dtype of the weights")
     _add_writing(parser)
+    parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as peft loads them")
     parser.add_argument("--push_to", metavar="OWNER/NAME", help="upload the folder to this hub repository")
 
 
@@ -98,9 +99,11 @@ def run_export(args: argparse.Namespace) -> None:
     import jax
     import jax.numpy as jnp
 
+    from envace_jax.build import lora_config
     from envace_jax.learning.checkpoint import Checkpoints, file_digest
     from envace_jax.model.card import model_card
     from envace_jax.model.hf import save_params
+    from envace_jax.model.lora import init_lora, merge, save_adapter
     from envace_jax.model.qwen3 import param_shapes
     from envace_jax.model.spec import Qwen3Spec
     from envace_jax.text.build import chat_format
@@ -120,11 +123,30 @@ def run_export(args: argparse.Namespace) -> None:
     meta = checkpoints.read_meta(step)
     spec = Qwen3Spec.from_hf_config(meta["model"])
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), param_shapes(spec, jnp.float32)
-    )
+    lora = lora_config(cfg)
+    if args.adapter and lora is None:
+        raise UserError("--adapter: this run trained every parameter (model.lora.rank=0)")
+    shapes = param_shapes(spec, jnp.dtype(cfg.model.dtype) if lora else jnp.float32)
+    if lora is not None:
+        shapes["lora"] = jax.eval_shape(lambda: init_lora(spec, lora, jax.random.key(0)))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
     params = checkpoints.restore(step, {args.name: {"params": shapes}}, partial=True)[args.name]["params"]
     manifest = checkpoints.folder / f"step_{step:08d}.sha256"
+    texts = {"README.md": model_card(args.out.name, spec, run_facts(args.run_dir, values, step))}
+    if args.adapter:
+        folder = save_adapter(
+            args.out,
+            params["lora"],
+            spec,
+            lora,
+            base_model=cfg.model.path,
+            texts=texts,
+            overwrite=args.overwrite,
+        )
+        print(f"{folder}: adapters of step {step}, {verify_folder(folder)} files written and read back")
+        return _push(args, folder)
+    if lora is not None:
+        params = merge(params, lora.alpha / lora.rank)
     chat = chat_format(cfg)
     with tempfile.TemporaryDirectory() as tokenizer_dir, progress_bar() as progress:
         chat.tokenizer.save(tokenizer_dir, chat.template())
@@ -135,12 +157,16 @@ def run_export(args: argparse.Namespace) -> None:
             dtype=DTYPE_OPTION[args.dtype],
             shard_bytes=limit,
             tokenizer_dir=tokenizer_dir,
-            texts={"README.md": model_card(args.out.name, spec, run_facts(args.run_dir, values, step))},
+            texts=texts,
             source_id=f"{file_digest(manifest)} {args.name} {args.dtype}",
             overwrite=args.overwrite,
             progress=progress,
         )
     print(f"{folder}: step {step}, {verify_folder(folder)} files written and read back")
+    _push(args, folder)
+
+
+def _push(args: argparse.Namespace, folder: Path) -> None:
     if args.push_to:
         print(f"pushed: {hub.push(folder, args.push_to)}")
 

@@ -1,0 +1,23 @@
+"""Qwen3-8B, the published batch (16 x 4 trajectories, 12,000 + 8,000 tokens), on 128 v5e chips.
+
+    python -m envace_jax plan --config configs/qwen3_8b_v5e.py
+    python -m envace_jax train --config configs/qwen3_8b_v5e.py --config.model.path=FOLDER --config.data.path=FILE
+
+Hardware: v5e:8x16. FOLDER is a checked checkpoint (`envace_jax import Qwen/Qwen3-8B FOLDER`), FILE a CM2 file.
+Expect: docs/plan.md holds what fits and what a step takes at best; no run of this size has been made.
+"""
+
+from envace_jax.config_file import start_from
+
+
+def get_config():
+    c = start_from(__file__, "qwen3_8b_v5p.py")
+    c.rollout.slots = 2
+    c.rollout.live_episodes = 2
+    c.learning.logprob_chunk = 8192
+    c.mesh.fsdp = 32
+    c.mesh.tensor = 4
+    c.mesh.sequence = "tensor"
+    c.plan.rollout_tensor = 4
+    c.plan.topology = "v5e:8x16"
+    return c
