@@ -129,6 +129,7 @@ BAD = {
     "a number": ("3", tc.NO_ARGUMENTS),
     "a list of names": ('["f"]', tc.NO_ARGUMENTS),
     "string that is not JSON": ('{"name": "f", "arguments": "a=1"}', tc.JSON_DECODE_ERROR),
+    "string with something after it": ('{"name": "f", "arguments": "{} x"}', tc.JSON_DECODE_ERROR),
     "string of a string": ('{"name": "f", "arguments": "\\"{}\\""}', tc.INVALID_PARAMETERS),
     "list arguments": ('{"name": "f", "arguments": [1]}', tc.INVALID_PARAMETERS),
     "number arguments": ('{"name": "f", "arguments": 0}', tc.INVALID_PARAMETERS),

@@ -135,6 +135,12 @@ def test_unusable_schemas_are_named(parameters):
         check_tools([tool(parameters)])
 
 
+def test_other_documents_are_not_read(tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    with pytest.raises(UserError, match="refund.*Retrieval is disabled"):
+        check({}, {"$ref": (tmp_path / "schema.json").as_uri()})
+
+
 def test_check_tools():
     check_tools([tool(PARAMETERS), tool({}, "other"), {"name": "bare"}])
     deep: dict = {}
