@@ -23,19 +23,22 @@ def get_config():
     c.rollout.rehearse_prompt = "compact"
     c.rollout.max_act_tokens = 96
     c.rollout.max_rehearse_tokens = 96
-    c.rollout.max_input_tokens = 4000
+    c.rollout.max_input_tokens = 2400
     c.rollout.max_acts = 8
     c.rollout.max_segments = 24
     c.rollout.slots = 16
     c.rollout.live_episodes = 16
     c.rollout.prefill_chunk = 256
-    c.warmstart.steps = 200
+    c.model.remat = "full"
+    c.warmstart.steps = 150
     c.warmstart.lr = 3e-3
     c.warmstart.tasks = 8
     c.learning.steps = 3
     c.learning.prompts_per_step = 4
     c.learning.group_size = 4
     c.learning.lr = 1e-4
-    c.learning.row_tokens = 4096
+    c.learning.row_tokens = 2560
+    c.learning.kl_coef = 0.0
+    c.learning.rows_per_microbatch = 2
     c.checkpoint.every = 3
     return c

@@ -34,12 +34,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Lengths:
-    """Ledger lengths of demonstrations, in tokens: rows per trajectory, mean and longest row, sampled tokens."""
+    """Ledger lengths of demonstrations, in tokens: rows per trajectory, mean and longest row, sampled tokens, and the
+    share of trajectories with a row that the configuration's rows cannot hold."""
 
     rows: float
     mean_row: float
     longest: int
     sampled: float
+    too_long: float
 
 
 def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict) -> Lengths:
@@ -47,10 +49,13 @@ def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict) -> 
     chosen = [tasks[i] for i in np.linspace(0, len(tasks) - 1, min(SAMPLE, len(tasks))).astype(int)]
     grounding = make_grounding(cfg.rollout.grounding)
     episode_config = EpisodeConfig.from_config(cfg)
-    rows = [r for t in chosen for r in demonstrate(t, chat, episode_config, grounding=grounding).rows]
+    played = [demonstrate(t, chat, episode_config, grounding=grounding).rows for t in chosen]
+    rows = [row for ledgers in played for row in ledgers]
+    limit = longest_row(cfg)
+    too_long = sum(any(len(row.ids) > limit for row in ledgers) for ledgers in played) / len(chosen)
     lengths = [len(r.ids) for r in rows]
     sampled = sum(sum(r.sampled) for r in rows)
-    return Lengths(len(rows) / len(chosen), float(np.mean(lengths)), max(lengths), sampled / len(chosen))
+    return Lengths(len(rows) / len(chosen), float(np.mean(lengths)), max(lengths), sampled / len(chosen), too_long)
 
 
 def memory_estimate(spec: Qwen3Spec, cfg: ConfigDict) -> dict[str, float]:
@@ -136,8 +141,9 @@ def run_dry(cfg: ConfigDict) -> int:
         f"{lengths.rows:.1f} ledgers a trajectory, mean {lengths.mean_row:.0f} and longest {lengths.longest} tokens, "
         f"{lengths.sampled:.0f} sampled (demonstrations)",
     )
-    if lengths.longest > longest_row(cfg):
-        wrong.append(f"rollout.max_input_tokens: ledgers reach {lengths.longest} tokens, rows hold {longest_row(cfg)}")
+    if lengths.too_long:
+        text = f"{lengths.too_long:.0%} of the dialogues outgrow rows of {longest_row(cfg)} tokens and end early"
+        say("note", f"{text} (rollout.max_input_tokens)")
     say("episode", scripted_episode(train[0], chat, cfg))
 
     parts = memory_estimate(spec, cfg)
