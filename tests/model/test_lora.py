@@ -70,7 +70,8 @@ def test_gradients_reach_adapters_alone_and_keep_their_layout():
 
     def single(lora):
         one = jnp.ones((1, 11), jnp.int32)
-        return jnp.sum(jnp.sin(forward({**params, "lora": lora}, SPEC, TOKENS[:1], POSITIONS[:1], one, options=OPTIONS)))
+        both = {**params, "lora": lora}
+        return jnp.sum(jnp.sin(forward(both, SPEC, TOKENS[:1], POSITIONS[:1], one, options=OPTIONS)))
 
     want = jax.jit(jax.grad(single))(lora)
     for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(want)):

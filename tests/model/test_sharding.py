@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ MOE = dataclasses.replace(DENSE, n_experts=8, n_experts_per_token=2, d_ff_expert
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 8))
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0]] * 8)
 POSITIONS = np.array([[0, 1, 2, 3, 4, 0, 1, 0]] * 8)
-ALL = [(r, f, t, 8 // (r * f * t)) for r in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if 8 % (r * f * t) == 0]
+ALL = [shape for shape in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(shape) == 8]
 SOME = [(1, 4, 2, 1), (1, 2, 2, 2)]
 
 
@@ -84,6 +86,41 @@ def test_sequence_over_an_axis_of_its_own(spec, single):
 @pytest.mark.parametrize("remat", ["none", "full", "attention", "dots"])
 def test_what_is_recomputed_changes_nothing(remat, single):
     compare(DENSE, (1, 4, 2, 1), Rules(), single, remat)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_with_the_vocabulary_cut(temperature):
+    from envace_jax.learning.loss import token_logprobs
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, head = jax.random.normal(keys[0], (2, 16, 8)), jax.random.normal(keys[1], (8, 64))
+    targets, mask = jax.random.randint(keys[2], (2, 16), 0, 64), jnp.arange(32).reshape(2, 16) % 16 < 11
+
+    def chunked(hidden, head, targets, mask):
+        logprob, entropy = token_logprobs(hidden, targets, mask, head, temperature=temperature, chunk_tokens=8)
+        return jnp.sum(logprob * jnp.cos(jnp.arange(16))), (logprob, entropy)
+
+    def naive(hidden, head, targets, mask):
+        logprobs = jax.nn.log_softmax(hidden @ head / temperature)
+        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, -1)
+        logprob = jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0] * mask
+        return jnp.sum(logprob * jnp.cos(jnp.arange(16))), (logprob, entropy * mask)
+
+    step = lambda f: jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))  # noqa: E731
+    (_, want), want_grads = step(naive)(hidden, head, targets, mask)
+    rules = Rules()
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        place = lambda x, *axes: jax.device_put(x, rules.spec(*axes))  # noqa: E731
+        (_, got), grads = step(chunked)(
+            place(hidden, "batch", None, None),
+            place(head, None, "vocab"),
+            place(targets, "batch", None),
+            place(mask, "batch", None),
+        )
+    assert grads[1].sharding.spec == rules.spec(None, "vocab")
+    for a, b in zip((*got, *grads), (*want, *want_grads)):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.quick

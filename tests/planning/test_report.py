@@ -1,0 +1,136 @@
+"""The report of a run that no chip here could make: from formulas, and from real compilation where libtpu is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from envace_jax import cli
+from envace_jax.config import UserError, default_config
+from envace_jax.model.qwen3 import param_shapes
+from envace_jax.model.sharding import SAMPLER, Rules, make_mesh, param_shardings
+from envace_jax.model.spec import PRESETS
+from envace_jax.planning import report
+from envace_jax.planning.chips import parse_slice
+from envace_jax.planning.command import plan_for, search
+
+
+def small(topology: str = "h100:8"):
+    """0.6B on eight GPUs, short rows."""
+    cfg = default_config()
+    cfg.model.size = "0.6b"
+    cfg.model.dtype = "bfloat16"
+    cfg.model.remat = "full"
+    cfg.rollout.max_input_tokens = 1024
+    cfg.rollout.max_act_tokens = cfg.rollout.max_rehearse_tokens = 1000
+    cfg.rollout.slots = cfg.rollout.live_episodes = 8
+    cfg.learning.row_tokens = 2048
+    cfg.mesh.fsdp = 8
+    cfg.plan.topology = topology
+    cfg.plan.chip_hour = 2.0
+    return cfg
+
+
+@pytest.mark.quick
+def test_shares_of_a_chip_are_those_of_the_shardings():
+    mesh = make_mesh(fsdp=2, tensor=2, expert=2)
+    sizes = dict(mesh.shape)
+    for name in ("tiny", "8b", "30b-a3b"):
+        spec, total = PRESETS[name], 0
+        shapes = param_shapes(spec)
+        for rules in (Rules(), SAMPLER):
+            shardings = param_shardings(shapes, mesh, rules)
+            total = sum(
+                _size(sharding.shard_shape(leaf.shape)) for leaf, sharding in zip(_leaves(shapes), _leaves(shardings))
+            )
+            assert report.weights_per_chip(spec, rules, sizes) == total
+
+
+def _leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def _size(shape):
+    n = 1
+    for k in shape:
+        n *= k
+    return n
+
+
+@pytest.mark.quick
+def test_memory_by_hand():
+    cfg = small()
+    plan = plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+    spec = PRESETS["0.6b"]
+    per_chip = plan.resident.master / 4
+    # Norms are whole on every chip, everything else is cut in eight.
+    norms = spec.n_layers * (2 * spec.d_model + 2 * spec.head_dim) + spec.d_model
+    assert per_chip == (spec.n_params() - norms) / 8 + norms
+    assert plan.resident.moments == 2 * plan.resident.master
+    assert plan.resident.compute_copy == 2 * spec.n_params()  # one sampler a chip
+    length = 1024 + 1000 + cfg.rollout.chunk
+    assert plan.resident.kv == (8 + 8) * length * 2 * 28 * 8 * 128 * 2
+    assert plan.phases["hand-over"] == pytest.approx(plan.resident.total + plan.resident.compute_copy)
+    # 64 trajectories, an ACT and a REHEARSE ledger each.
+    assert plan.work.rows == 128 and plan.work.predictions == 128_000
+    assert plan.microbatches == 16  # 128 x 2024 tokens in microbatches of 8 x 2048
+
+
+@pytest.mark.quick
+def test_gpu_report_is_marked_and_priced(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    arguments = [f"--config.{k}={v}" for k, v in _flat_changes(small())]
+    assert cli.main(["plan", "--json", str(out), *arguments]) == 0
+    text = capsys.readouterr().out
+    for words in ("FROM FORMULAS", "it fits", "470 steps at 2", "collectives", "sharding rules", "room for"):
+        assert words in text, words
+    figures = json.loads(out.read_text())
+    assert figures["fits"] and not figures["compiled"] and figures["chips"] == 8
+    assert figures["step_seconds"] < figures["likely_seconds"]
+    assert cli.main(["plan", *arguments, "--config.rollout.slots=4096"]) == 1
+    assert "it does NOT fit" in capsys.readouterr().out
+
+
+def _flat_changes(cfg):
+    from envace_jax.config import flat
+
+    base = dict(flat(default_config()))
+    return [(key, value) for key, value in flat(cfg) if base[key] != value]
+
+
+@pytest.mark.quick
+def test_search_finds_the_largest_microbatch():
+    cfg = small()
+    best = search(cfg, parse_slice("h100:8"), "x", compiling=False)
+    assert best >= 1 and best & (best - 1) == 0
+    cfg.rollout.slots = 4096
+    assert search(cfg, parse_slice("h100:8"), "x", compiling=False) == 0
+
+
+@pytest.mark.quick
+def test_what_cannot_be_laid_out_is_refused():
+    cfg = small()
+    with pytest.raises(UserError, match="8 places, plan.topology has 4 chips"):
+        plan_for(cfg, parse_slice("h100:4"), "x", compiling=False)
+    cfg.plan.rollout_tensor = 16
+    with pytest.raises(UserError, match="plan.rollout_tensor=16: does not divide"):
+        plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+
+
+def test_every_configuration_of_record_can_be_planned():
+    """Formulas alone: layouts divide, microbatches come out whole."""
+    from pathlib import Path
+
+    from envace_jax.config import validate
+
+    files = sorted(Path(__file__).parents[2].glob("configs/qwen3_*.py"))
+    assert len(files) == 9
+    for file in files:
+        cfg = cli.load_config(str(file))
+        validate(cfg)
+        plan = plan_for(cfg, parse_slice(cfg.plan.topology), file.stem, compiling=False)
+        assert plan.work.rows == 128 and plan.work.row == 20_000
+        assert report.lines(plan)
