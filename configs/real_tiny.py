@@ -19,7 +19,7 @@ def get_config():
     c.data.source = "bfcl+tau2"
     c.data.train_limit = 16
     c.data.eval_limit = 8
-    c.data.max_head_tokens = 6000
+    c.data.max_head_tokens = 2000
     c.rollout.rehearse_prompt = "compact"
     c.rollout.max_act_tokens = 96
     c.rollout.max_rehearse_tokens = 96

@@ -20,6 +20,7 @@ from envace_jax.learning.learner import Learner, update_config
 from envace_jax.learning.metrics import Display, Sink
 from envace_jax.learning.run_dir import write_json
 from envace_jax.learning.step import make_update
+from envace_jax.rehearsal.fit import within_limit
 from envace_jax.rehearsal.grounding import Grounding, make_grounding
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rehearsal.trajectory import TrajectoryWriter
@@ -92,6 +93,8 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
         display.phase("loading")
         train, held_out = load_tasks(cfg.data)
         chat = chat_format(cfg)
+        train = within_limit(train, chat, cfg.data.max_head_tokens, "training", display.say)
+        held_out = within_limit(held_out, chat, cfg.data.max_head_tokens, "held-out", display.say)
         mesh, rules = mesh_for(cfg), rules_for(cfg)
         spec, params = load_model(cfg, chat, mesh, rules)
         if cfg.warmstart.steps:

@@ -20,6 +20,7 @@ from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks
 from envace_jax.model.spec import Qwen3Spec
+from envace_jax.rehearsal.fit import within_limit
 from envace_jax.rehearsal.grounding import make_grounding
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import demonstrate
@@ -132,6 +133,9 @@ def run_dry(cfg: ConfigDict) -> int:
                 "their trajectories would all be masked"
             )
     chat = chat_format(cfg)
+    limit = cfg.data.max_head_tokens
+    train = within_limit(train, chat, limit, "training", lambda text: say("note", text))
+    within_limit(held_out, chat, limit, "held-out", lambda text: say("note", text))
     spec = model_spec(cfg, chat)
     if chat.tokenizer.vocab_size > spec.vocab_size:
         wrong.append(f"model.tokenizer: {chat.tokenizer.vocab_size} pieces for {spec.vocab_size} embeddings")
