@@ -54,6 +54,9 @@ COMMANDS: dict[str, Command] = {
     "rescore": Command(
         "envace_jax.rewards.rescore:run_rescore", "judge recorded trajectories again, offline", True, "add_arguments"
     ),
+    "chat": Command(
+        "envace_jax.test_time.chat:run_chat", "talk to a policy in a rehearsed or real world", True, "add_arguments"
+    ),
     "serve": Command("envace_jax.serving.command:run_serve", "OpenAI-compatible server", True, "add_arguments"),
     "import": Command(
         "envace_jax.model.command:run_import", "read a Hugging Face folder into a checkpoint", False, "add_import"

@@ -26,13 +26,14 @@ from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.learner import update_config
 from envace_jax.learning.loss import LossConfig
 from envace_jax.learning.metrics import Display, Sink
-from envace_jax.learning.packing import TrainRow, loss_denominator, microbatches, pack_rows, train_rows
+from envace_jax.learning.packing import ROLE_CODES, TrainRow, loss_denominator, microbatches, pack_rows, train_rows
 from envace_jax.learning.step import UpdateConfig, host_metrics, make_update
 from envace_jax.model.qwen3 import Params
 from envace_jax.model.spec import Qwen3Spec
 from envace_jax.rehearsal.grounding import make_grounding
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import demonstrate
+from envace_jax.test_time.targets import flawed_messages, review_rows
 from envace_jax.text.chat import ChatFormat
 from envace_jax.text.transcript import Message, Role, ToolCall
 
@@ -106,6 +107,22 @@ def demonstration_rows(
     return [r for r in rows if r.sampled.any()]
 
 
+def reviews(task: Task, chat: ChatFormat, episode: EpisodeConfig, rng: random.Random) -> list[TrainRow]:
+    """Rows that teach a task's self-evaluations and memories, for rehearsal at test time."""
+    rows = review_rows(task, chat, episode, rng, flawed=flawed_messages(task, rng))
+    zeros = [np.zeros(len(row), np.float32) for row in rows]
+    return [
+        TrainRow(
+            ids=np.asarray(row.ids, np.int32),
+            sampled=np.asarray(row.sampled, bool),
+            sampler_logprobs=zero,
+            advantages=zero,
+            role=np.full(len(row), ROLE_CODES[row.role], np.int8),
+        )
+        for row, zero in zip(rows, zeros)
+    ]
+
+
 def row_stream(cfg: ConfigDict, tasks: Sequence[Task], chat: ChatFormat, longest: int, seed: int) -> Iterator[TrainRow]:
     """Endless rows: pass after pass over the tasks in a new order, each in its turn's context and grounding."""
     base = EpisodeConfig.from_config(cfg)
@@ -119,6 +136,8 @@ def row_stream(cfg: ConfigDict, tasks: Sequence[Task], chat: ChatFormat, longest
             context, grounding = own if (k + number) % 2 == 0 else rng.choice(others)
             episode = dataclasses.replace(base, context=context)
             rows += demonstration_rows(tasks[i], chat, episode, grounding, rng)
+            if rng.random() < cfg.warmstart.reviews:
+                rows += reviews(tasks[i], chat, episode, rng)
         fitting = [row for row in rows if len(row.ids) <= longest]
         if not fitting:
             raise UserError(

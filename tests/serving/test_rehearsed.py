@@ -7,8 +7,7 @@ import json
 import openai
 import pytest
 
-from envace_jax.datasets.quickstart.environment import TOOLS
-from tests.test_time.conftest import Policy, answer, call
+from tests.test_time.conftest import TOOLS, Policy, answer, call
 
 pytestmark = pytest.mark.quick
 USER = {"role": "user", "content": "Cancel 11."}

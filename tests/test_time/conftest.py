@@ -13,10 +13,48 @@ from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.text.chat import ChatFormat
 from envace_jax.text.tokenizer import load_tokenizer
 
+ORDERS = {"11": "paid", "12": "shipped"}
+TOOLS = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "",
+            "parameters": {"type": "object", "properties": {"order": {"type": "integer"}}, "required": ["order"]},
+        },
+    }
+    for name in ("get_order", "cancel_order")
+)
 TOKENIZER = Path(__file__).parents[2] / "data" / "quickstart" / "tokenizer"
 CFG = EpisodeConfig(
     rehearse_prompt="compact", max_act_tokens=64, max_rehearse_tokens=64, max_input_tokens=2000, max_acts=12
 )
+
+
+class Desk:
+    """Two orders; one that is paid can be cancelled."""
+
+    def __init__(self, orders: dict[str, str] | None = None) -> None:
+        self.orders = dict(ORDERS if orders is None else orders)
+
+    def reset(self, task) -> None:
+        self.orders = dict(ORDERS)
+
+    def step(self, name: str, arguments: dict):
+        order = str(arguments.get("order"))
+        if order not in self.orders:
+            return {"error": "no such order"}
+        if name == "cancel_order":
+            if self.orders[order] != "paid":
+                return {"error": f"already {self.orders[order]}"}
+            self.orders[order] = "cancelled"
+        return {"status": self.orders[order], "seen": "for real"}
+
+    def fork(self) -> Desk:
+        return Desk(self.orders)
+
+    def state_hash(self) -> str:
+        return json.dumps(self.orders, sort_keys=True)
 
 
 @pytest.fixture(scope="session")

@@ -7,35 +7,27 @@ from dataclasses import replace
 
 import pytest
 
-from envace_jax.datasets.quickstart.environment import TOOLS, QuickstartEnvironment
 from envace_jax.datasets.records import Task
 from envace_jax.rehearsal.episode import Setting
 from envace_jax.rehearsal.flow import Voice, begin, real_run, rehearsal, run_flows
 from envace_jax.test_time.commit import Committed
 from envace_jax.test_time.plan import Plan, read_plan
 from envace_jax.text.transcript import Message
-from tests.test_time.conftest import CFG, Policy, answer, call
+from tests.test_time.conftest import CFG, TOOLS, Desk, Policy, answer, call
 
 pytestmark = pytest.mark.quick
-STATE = {
-    "orders": {
-        "11": {"status": "paid", "total": 40, "city": "Oslo", "account": 7},
-        "12": {"status": "shipped", "total": 30, "city": "Rome", "account": 7},
-    },
-    "accounts": {"7": {"status": "active", "balance": 20, "open_orders": 2}},
-}
 
 
 def task(*users: str) -> Task:
     messages = tuple(Message("user", text) for text in users or ("Cancel 11.",))
-    return Task("t", "quickstart", messages, TOOLS, (), {"environment": "quickstart", "initial_state": STATE})
+    return Task("t", "desk", messages, TOOLS, ())
 
 
 class Counting:
     """An environment that counts its own steps and those of its forks."""
 
-    def __init__(self, log: list[str], inner: QuickstartEnvironment | None = None, name: str = "real"):
-        self.log, self.inner, self.name, self.forks = log, inner or QuickstartEnvironment(STATE), name, 0
+    def __init__(self, log: list[str], inner: Desk | None = None, name: str = "real"):
+        self.log, self.inner, self.name, self.forks = log, inner or Desk(), name, 0
 
     def reset(self, task):
         self.inner.reset(task)
@@ -133,7 +125,7 @@ def test_every_user_turn_is_rehearsed_from_the_real_history(chat):
     assert log == ["real:cancel_order", "real:get_order"]
     assert len(counted["memories"]) == 2 and len(policy.texts("evaluate")) == 4
     late = policy.texts("rehearse")[-1]
-    assert '"open_orders": 1' in late  # the real answer of the first turn is part of what the second rehearsal knows
+    assert '"seen": "for real"' in late  # the real answer of the first turn is part of what the second rehearsal knows
     assert [turn.user for turn in trajectory.transcript] == ["Cancel 11.", "Status of 11?"]
     once, counted_once, _ = commit(policy, Plan("parallel", 2, every_turn=False), what=task("Cancel 11.", "Status?"))
     assert len(counted_once["memories"]) == 1
