@@ -116,17 +116,18 @@ def _local(
 
 
 def _splash_blocks(t: int, kernel: Any) -> Any:
-    # Blocks for 128-wide heads in bfloat16; 512 x 1024 stays inside VMEM on v5e, v5p and v6e.
-    q, kv = min(512, t), min(1024, t)
+    # Blocks divide the row; 512 x 1024 for 128-wide heads stays inside VMEM on v5e, v5p and v6e.
+    kv = next(n for n in (1024, 512, 256, 128) if t % n == 0)
+    half = min(512, kv)
     return kernel.BlockSizes(
-        block_q=q,
+        block_q=half,
         block_kv=kv,
-        block_kv_compute=min(512, kv),
-        block_q_dkv=q,
+        block_kv_compute=half,
+        block_q_dkv=half,
         block_kv_dkv=kv,
-        block_kv_dkv_compute=min(512, kv),
-        block_q_dq=q,
-        block_kv_dq=min(512, kv),
+        block_kv_dkv_compute=half,
+        block_q_dq=half,
+        block_kv_dq=half,
     )
 
 
@@ -139,8 +140,6 @@ def _splash(
     b, t, h, d = q_BxTxHxDh.shape
     if t % 128:
         raise UserError(f"model.attention=splash: rows of {t} tokens; expected a multiple of 128")
-    if t % min(1024, t):
-        raise UserError(f"model.attention=splash: rows of {t} tokens; above 1024 expected a multiple of 1024")
     mask = masks.MultiHeadMask([masks.CausalMask((t, t))] * h)
     splash = kernel.make_splash_mha(
         mask, block_sizes=_splash_blocks(t, kernel), head_shards=1, q_seq_shards=1, interpret=interpret
@@ -157,14 +156,14 @@ def _splash(
     return heads_first(out).astype(v_BxTxKxDh.dtype)
 
 
-def choose(backend: str, length: int) -> str:
-    """The form for this process's devices where `auto` is asked for."""
+def choose(backend: str, length: int, head_dim: int, dtype: Any) -> str:
+    """The form for this process's devices where `auto` is asked for: a kernel where it takes these shapes."""
     if backend != "auto":
         return backend
     platform = jax.default_backend()
-    if platform == "tpu" and length % 1024 == 0:
+    if platform == "tpu" and length % 128 == 0 and head_dim % 128 == 0:
         return "splash"
-    if platform == "gpu":
+    if platform == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and head_dim <= 128:
         return "cudnn"
     return "xla" if length <= 2 * CHUNK else "chunked"
 
@@ -187,10 +186,10 @@ def attention(
 
     Args:
         backend: `auto` or one of BACKENDS. `splash` and `cudnn` need rows laid out as packing does (see above);
-            `splash` needs lengths that are multiples of its blocks and a sequence that is not cut.
+            `splash` needs lengths that are multiples of 128 and a sequence that is not cut.
         interpret: run Pallas kernels in the interpreter (tests without a TPU).
     """
-    backend = choose(backend, q_BxTxHxDh.shape[1])
+    backend = choose(backend, q_BxTxHxDh.shape[1], q_BxTxHxDh.shape[-1], q_BxTxHxDh.dtype)
     if backend not in BACKENDS:
         raise UserError(f"model.attention='{backend}' is unknown; expected auto or one of {', '.join(BACKENDS)}")
     local = functools.partial(_local, backend=backend, interpret=interpret)

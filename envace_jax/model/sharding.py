@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -101,7 +102,12 @@ def make_mesh(
     if min(shape) < 1 or want > len(devices):
         sizes = ", ".join(f"mesh.{a}={n}" for a, n in zip(MESH_AXES, shape))
         raise UserError(f"{sizes} asks for {want} devices, {len(devices)} are there")
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Explicit,) * 4, devices=devices[:want])
+    devices, types = devices[:want], (AxisType.Explicit,) * 4
+    if devices[0].platform != "tpu":
+        return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+    # A logical axis may take a part of a physical one: 32 x 4 on a torus of 8 x 16.
+    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=types)
 
 
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {

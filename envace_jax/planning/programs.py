@@ -144,21 +144,44 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
+def like_params(opt_state: Any, params: Any, mesh: Any) -> Any:
+    """Optimizer shapes that lie as their parameters do (moments carry their parameter's path); counters are whole."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.tree_util import DictKey
+
+    def key(path: Sequence[Any]) -> tuple[str, ...]:
+        return tuple(k.key for k in path if isinstance(k, DictKey))
+
+    places = {key(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    whole = NamedSharding(mesh, jax.P())
+
+    def one(path: Sequence[Any], x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places.get(key(path), whole))
+
+    return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
 def update_program(cfg: ConfigDict, spec: Any, mesh: Any, microbatches: int) -> Program:
     """The learner's update, with the batch of the configuration."""
     import jax
     import jax.numpy as jnp
 
+    from envace_jax.build import lora_config
     from envace_jax.learning.learner import update_config
-    from envace_jax.learning.step import Update
+    from envace_jax.learning.step import Update, split_trained
+    from envace_jax.model.lora import init_lora
     from envace_jax.model.qwen3 import param_shapes
     from envace_jax.model.sharding import param_shardings
 
     update = Update(spec, update_config(cfg, mesh), mesh)
-    shapes = param_shapes(spec)
+    lora = lora_config(cfg)
+    shapes = param_shapes(spec, update.options.dtype if lora else jnp.float32)
+    if lora is not None:
+        shapes["lora"] = jax.eval_shape(lambda: init_lora(spec, lora, jax.random.key(0)))
     params = with_shardings(shapes, param_shardings(shapes, mesh, update.rules))
-    with jax.set_mesh(mesh):
-        opt_state = jax.eval_shape(update.optimizer.init, params)
+    trained, _ = split_trained(params)
+    opt_state = like_params(jax.eval_shape(update.optimizer.init, trained), params, mesh)
     state = {"params": params, "opt_state": opt_state, "step": jax.ShapeDtypeStruct((), jnp.int32)}
     return compile_program("update", lambda: update.lower_update(state), mesh, microbatches)
 

@@ -22,16 +22,34 @@ REACHED = {"train": 0.40, "decode": 0.50}
 """Share of the roofline that good implementations reach (dense training, decoding)."""
 
 
+def adapters_per_chip(spec: Qwen3Spec, cfg: ConfigDict, rules: Rules, mesh: Mapping[str, int]) -> int:
+    """Adapter parameters that one chip holds (0 where every parameter is trained)."""
+    import jax
+
+    from envace_jax.build import lora_config
+    from envace_jax.model.lora import init_lora
+
+    config, total = lora_config(cfg), 0
+    if config is None:
+        return 0
+    shapes = jax.eval_shape(lambda: init_lora(spec, config, jax.random.key(0)))
+    for name, pair in shapes.items():
+        for half, leaf in pair.items():
+            total += _cut(leaf.shape, PARAM_AXES[f"lora/{name}/{half}"], rules, mesh)
+    return total
+
+
+def _cut(shape: Sequence[int], logical: Sequence[str | None], rules: Rules, mesh: Mapping[str, int]) -> int:
+    axes = [axes_of(getattr(rules, name)) if name else () for name in logical]
+    return math.prod(-(-n // math.prod(mesh[a] for a in cut)) for n, cut in zip(shape, axes))
+
+
 def weights_per_chip(spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int]) -> int:
     """Parameters that one chip holds, by the rules."""
     from envace_jax.model.name_map import axis_sizes, entries
 
-    total = 0
-    for entry in entries(spec):
-        shape = entry.stack_shape(axis_sizes(spec))
-        cut = [axes_of(getattr(rules, name)) if name else () for name in PARAM_AXES["/".join(entry.ours)]]
-        total += math.prod(-(-n // math.prod(mesh[a] for a in axes)) for n, axes in zip(shape, cut))
-    return total
+    sizes = axis_sizes(spec)
+    return sum(_cut(e.stack_shape(sizes), PARAM_AXES["/".join(e.ours)], rules, mesh) for e in entries(spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +150,12 @@ def make_plan(
     length = engine.max_length + engine.chunk
     kv_token = formulas.kv_bytes(spec) / rollout_mesh["tensor"]
     lanes, shelf = engine.slots * length * kv_token * sets, engine.shelf * length * kv_token * sets
+    adapters = adapters_per_chip(spec, cfg, rules, mesh)
+    trained = adapters or share
     resident = formulas.Resident(
-        master=4 * share * learners,
-        moments=8 * share * learners,
+        # With adapters the weights themselves stay, in the compute dtype.
+        master=(4 * trained + (2 * share if adapters else 0)) * learners,
+        moments=8 * trained * learners,
         reference=2 * share * learners if cfg.learning.kl_coef > 0 else 0,
         compute_copy=2 * copy_share * sets,
         kv=lanes + shelf,
@@ -147,7 +168,7 @@ def make_plan(
     state = resident.master + resident.moments
     others = resident.total - state
     if update is None:
-        own = 4 * share + 2 * share + formulas.activation_bytes(
+        own = 4 * trained + 2 * trained + formulas.activation_bytes(
             spec,
             cfg.learning.rows_per_microbatch * cfg.learning.row_tokens,
             max(1, cfg.learning.logprob_chunk // shards),
@@ -165,6 +186,8 @@ def make_plan(
         "hand-over": resident.total + 2 * copy_share,
     }
     flops = formulas.train_flops(spec, work.tokens, work.pairs, work.predictions)
+    if adapters:
+        flops *= 2 / 3  # no gradients of the weights themselves
     again = formulas.recompute_flops(spec, work.tokens, work.pairs, work.predictions, cfg.model.remat)
     seconds = {"train compute": (flops + again) / (slice_.size * chip.flops)}
     moved = sum(c.total for c in update.collectives) if update else _gathered(spec, rules, mesh, microbatches)
