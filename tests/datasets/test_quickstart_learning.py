@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter, defaultdict
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from envace_jax.cli import load_config
 from envace_jax.datasets.quickstart.demonstrations import (
     REPEATED,
     careless_messages,
@@ -18,7 +20,8 @@ from envace_jax.datasets.quickstart.demonstrations import (
 )
 from envace_jax.datasets.quickstart.environment import WRITES
 from envace_jax.datasets.quickstart.generator import generate_tasks
-from envace_jax.datasets.quickstart.make_tokenizer import make_tokenizer
+from envace_jax.datasets.quickstart.make_model import Phase, batches, make_model
+from envace_jax.datasets.quickstart.make_tokenizer import HOME, make_tokenizer
 from envace_jax.datasets.quickstart.success import success
 from envace_jax.environments import make_environment
 from envace_jax.evaluation.quickstart import (
@@ -28,6 +31,9 @@ from envace_jax.evaluation.quickstart import (
     real_success,
     rehearsed_success,
 )
+from envace_jax.learning.packing import pack_rows
+from envace_jax.model.hf import load_params
+from envace_jax.model.spec import Qwen3Spec
 from envace_jax.rehearsal.rollout import ROLE_CODES
 from envace_jax.rehearsal.scripted import ScriptedEngine
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
@@ -43,10 +49,8 @@ TASKS = generate_tasks("heldout", 60)
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return ChatFormat(load_tokenizer(folder), thinking=True, tool_docs="none", old_thinking="keep")
+def chat():
+    return ChatFormat(load_tokenizer(HOME / "tokenizer"), thinking=True, tool_docs="none", old_thinking="keep")
 
 
 def scripted(chat, dialogues):
@@ -217,3 +221,35 @@ def test_evaluate_gives_all_figures(chat):
     assert figures["real_greedy"] == 1.0
     assert set(figures) >= {"real_sampled", "rehearsed", "replayed", "gap", "fidelity_json_equal",
                             "fidelity_leaf_f1", "fidelity_reject_f1", "fidelity_new_json_equal"}  # fmt: skip
+
+
+def test_batches_are_seeded_fit_their_rows_and_hold_the_roles_that_learn(chat):
+    phase = Phase("careful", steps=3, lr=1e-3, careless=0.0, rows=3, row_tokens=256, tasks=30)
+    first, second = (list(itertools.islice(batches(phase, chat, CFG.episode, 0), 8)) for _ in range(2))
+    for left, right in zip(first, second, strict=True):
+        assert all((a.ids == b.ids).all() for a, b in zip(left, right, strict=True))
+        assert len(pack_rows(left, phase.row_tokens, phase.rows).tokens) <= 2 * phase.rows
+    assert {int(row.role[0]) for batch in first for row in batch} == {0, 1}
+    short = replace(phase, roles=(Role.ACT,), row_tokens=80)
+    (batch,) = itertools.islice(batches(short, chat, CFG.episode, 0), 1)
+    assert all(row.role[0] == 0 and len(row.ids) <= 80 and row.sampled.any() for row in batch)
+
+
+@pytest.mark.long
+def test_make_model_writes_a_folder_that_loads(tmp_path, chat):
+    """Three phases of two steps each: not a good model, but a whole one."""
+    cfg = load_config(str(HOME.parents[1] / "configs" / "quickstart.py"))
+    make_tokenizer(tmp_path / "tokenizer")
+    phases = [
+        Phase("copy", 2, 1e-3, 0.0, 4, 80, 40, roles=(Role.ACT,), probes=0.0, falling=False, evaluated=False),
+        Phase("careful", 2, 1e-3, 0.0, 2, 272, 40),
+        Phase("careless", 2, 1e-3, 0.65, 2, 272, 40),
+    ]
+    out, careful = tmp_path / "model", tmp_path / "careful"
+    figures = make_model(cfg, tmp_path / "tokenizer", out, careful=careful, phases=phases, eval_tasks=2)
+    assert set(figures) == {"careful", "careless"} and figures["careless"]["real_greedy"] == 0.0
+    spec = Qwen3Spec.from_hf_config(out)
+    assert load_params(out, spec)["embed"].shape == (chat.tokenizer.vocab_size, spec.d_model)
+    assert sum(f.stat().st_size for f in out.iterdir()) < 8e6
+    assert load_tokenizer(out).fingerprint == chat.tokenizer.fingerprint
+    assert (careful / "config.json").is_file() and "| real_greedy |" in (out / "README.md").read_text()

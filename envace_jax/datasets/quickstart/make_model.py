@@ -182,24 +182,30 @@ def make_model(
         params = run_phase(phase, params, spec, chat, episode, seed)
         if not phase.evaluated:
             continue
+        folder = out if phase is phases[-1] else careful
+        # Written before it is measured as well: whatever stops the measuring must not cost the training.
+        write(folder, phase, params, spec, chat, tokenizer_dir, {}, eval_tasks)
         engine = make_engine(cfg, spec, params)
         figures[phase.name] = evaluate(generate_tasks("heldout", eval_tasks), engine, chat, rollout_config)
         print(phase.name, {name: round(value, 3) for name, value in figures[phase.name].items()}, flush=True)
-        folder = out if phase is phases[-1] else careful
-        if folder is not None:
-            save_params(
-                folder,
-                params,
-                spec,
-                dtype="F32",
-                tokenizer_dir=tokenizer_dir,
-                texts={
-                    "README.md": card(phase, figures[phase.name], eval_tasks),
-                    "chat_template.jinja": chat.template(),
-                },
-                overwrite=True,
-            )
+        write(folder, phase, params, spec, chat, tokenizer_dir, figures[phase.name], eval_tasks)
     return figures
+
+
+def write(
+    folder: Path | None,
+    phase: Phase,
+    params: Params,
+    spec: Qwen3Spec,
+    chat: ChatFormat,
+    tokenizer_dir: Path,
+    figures: dict[str, float],
+    eval_tasks: int,
+) -> None:
+    """Write the policy of a phase as a Hugging Face folder; nothing where no folder is wanted."""
+    if folder is not None:
+        texts = {"README.md": card(phase, figures, eval_tasks), "chat_template.jinja": chat.template()}
+        save_params(folder, params, spec, dtype="F32", tokenizer_dir=tokenizer_dir, texts=texts, overwrite=True)
 
 
 def card(phase: Phase, figures: dict[str, float], eval_tasks: int) -> str:
