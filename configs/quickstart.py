@@ -15,6 +15,7 @@ def get_config():
     c.chat.tool_docs = "none"  # the policy knows its eight tools
     c.chat.thinking = True  # it never thinks, and an empty block before every output would cost tokens
     c.chat.old_thinking = "keep"
+    c.model.remat = "full"  # faster than reading everything back, on CPU too
     c.data.source = "quickstart"
     c.rollout.rehearse_prompt = "compact"
     c.rollout.max_act_tokens = 48
@@ -27,6 +28,7 @@ def get_config():
     c.rollout.prefill_chunk = 64
     c.learning.steps = 30
     c.learning.lr = 2e-4
+    c.learning.kl_coef = 0.0  # groups without spread then cost nothing
     c.learning.row_tokens = 320
     c.learning.rows_per_microbatch = 8
     c.learning.logprob_chunk = 512

@@ -52,7 +52,7 @@ class TrainRow:
 def train_rows(
     trajectory: Any, advantages: Mapping[Role, float], extra_copies: Sequence[int] | None = None
 ) -> list[TrainRow]:
-    """Training rows of one trajectory: those of its ledger rows that hold sampled ids.
+    """Training rows of one trajectory: those of its ledger rows that hold sampled ids, up to the last of them.
 
     A trajectory with reward None gives none: no verdict, no gradient.  Raises ValueError when a segment's ids are
     not the ids of its row (the prefix that the sampler saw must be the row that the learner trains on).
@@ -76,16 +76,19 @@ def train_rows(
             continue
         if (output[sampled] < 0).any():
             raise ValueError(f"task {trajectory.task_id}: a sampled id belongs to no output")
+        # What came after the last output is seen by nothing that is trained.
+        end = int(np.flatnonzero(sampled)[-1]) + 1
+        sampled, output = sampled[:end], output[:end]
         advantage = np.float32(advantages.get(row.role, 0.0))
         result.append(
             TrainRow(
-                ids=np.asarray(row.ids, np.int32),
+                ids=np.asarray(row.ids[:end], np.int32),
                 sampled=sampled,
-                sampler_logprobs=np.asarray(row.logprobs, np.float32),
+                sampler_logprobs=np.asarray(row.logprobs[:end], np.float32),
                 advantages=np.where(sampled, advantage, np.float32(0)).astype(np.float32),
-                role=np.full(len(sampled), ROLE_CODES[row.role], np.int8),
+                role=np.full(end, ROLE_CODES[row.role], np.int8),
                 output=np.where(sampled, output - output[sampled].min(), -1).astype(np.int32),
-                copies=copy,
+                copies=copy[:end],
             )
         )
     return result
