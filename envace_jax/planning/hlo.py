@@ -18,7 +18,9 @@ ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2
 ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "c64": 8}
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 _OPERATION = re.compile(r"(?<=[\s)}\]])([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(
@@ -115,9 +117,9 @@ def _axes(group: Sequence[int], mesh_shape: Sequence[int], names: Sequence[str])
     return tuple(name for name, row in zip(names, coordinates) if len(set(row.tolist())) > 1)
 
 
-def computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Instruction lines by computation, and the name of the entry."""
-    found: dict[str, list[str]] = {}
+def computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
+    """(name, right side) of the instructions by computation, the root last; and the name of the entry."""
+    found: dict[str, list[tuple[str, str]]] = {}
     entry, current = "", None
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
@@ -127,8 +129,22 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif line.startswith("}"):
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
-            found[current].append(match.group(1))
+            found[current].append((match.group(2), match.group(3)))
     return found, entry
+
+
+def trips(line: str, bodies: dict[str, list[tuple[str, str]]]) -> int | None:
+    """How often a `while` runs: by its annotation, else by a condition that compares a counter with a constant."""
+    if known := _TRIPS.search(line):
+        return int(known.group(1))
+    condition = _CONDITION.search(line)
+    body = bodies.get(condition.group(1)) if condition else None
+    if not body or operation(body[-1][1]) not in ("compare", "fusion"):
+        return None
+    root = body[-1][1]
+    operands = re.findall(r"%([\w.\-]+)", root.partition(f"{operation(root)}(")[2].partition(")")[0])
+    limits = [match.group(1) for name, right in body if name in operands and (match := _CONSTANT.match(right))]
+    return int(limits[0]) if len(limits) == 1 else None
 
 
 def operation(line: str) -> str:
@@ -146,14 +162,13 @@ def collectives(
 
     def visit(name: str, n: int) -> None:
         times[name] += n
-        for line in bodies.get(name, ()):
+        for _, line in bodies.get(name, ()):
             called = [c.strip("%{} ") for found in _CALLED.findall(line) for c in found.split(",")]
             if not called:
                 continue
             loop = n
             if operation(line) == "while":
-                known = _TRIPS.search(line)
-                loop = n * (int(known.group(1)) if known else unknown_trips)
+                loop = n * (trips(line, bodies) or unknown_trips)
             for other in called:
                 if other in bodies:
                     visit(other, loop)
@@ -161,7 +176,7 @@ def collectives(
     visit(entry, 1)
     out = []
     for name, lines in bodies.items():
-        for line in lines if times[name] else ():
+        for _, line in lines if times[name] else ():
             op = operation(line)
             kind = op.removesuffix("-start")
             if kind not in _KINDS:
@@ -189,4 +204,6 @@ def by_axis(found: Sequence[Collective]) -> dict[str, float]:
 
 def loops(text: str) -> list[int]:
     """Known trip counts of the program's loops."""
-    return [int(n) for n in _TRIPS.findall(text)]
+    bodies, _ = computations(text)
+    whiles = [right for lines in bodies.values() for _, right in lines if operation(right) == "while"]
+    return [n for n in (trips(right, bodies) for right in whiles) if n is not None]

@@ -60,7 +60,7 @@ HLO = """HloModule m
 }
 
 %cond (p: (s32[], bf16[4])) -> pred[] {
-  ROOT %lt = pred[] compare(%a, %b), direction=LT
+  ROOT %lt = pred[]{:T(512)} compare(%a, %b), direction=LT
 }
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -97,7 +97,12 @@ def test_every_way_to_write_groups(groups, want):
 def test_text_of_a_tpu_program():
     bodies, entry = computations(HLO)
     assert entry == "main" and set(bodies) == {"body", "cond", "add", "main"}
-    assert operation(bodies["main"][0]) == "while"
+    assert operation(bodies["main"][0][1]) == "while"
+    assert loops(HLO) == [36]
+    bare = HLO.replace(', backend_config={"known_trip_count":{"n":"36"}}', "")
+    assert loops(bare) == []  # the bound is data
+    counted = bare.replace("  ROOT %lt", "  %b = s32[]{:T(128)} constant(28)\n  ROOT %lt")
+    assert loops(counted) == [28]
     found = {c.kind: c for c in collectives(HLO, SHAPE, MESH_AXES)}
     assert found["all-gather"].axes == ("fsdp", "tensor") and found["all-gather"].times == 36
     assert found["all-gather"].received == 64 * 128 * 2 * 7 / 8
