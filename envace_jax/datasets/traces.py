@@ -255,11 +255,14 @@ def _plain(content: Any) -> Any:
     return "" if content is None else content
 
 
-def episode_from_task(task: Task) -> TraceEpisode:
-    """An episode from a CM2 task's reference dialogue; results answer calls in order, as the format defines.
+def task_group(task: Task) -> str:
+    """The trajectory group of a task: its source and scenario, so that variants of one scenario stay together."""
+    scenario = task.meta.get("scenario")
+    return task.uuid if scenario in (None, "") else f"{task.source}-{scenario}"
 
-    The group is the task's scenario where it has one, so that variants of one scenario stay together.
-    """
+
+def episode_from_task(task: Task) -> TraceEpisode:
+    """An episode from a CM2 task's reference dialogue; results answer calls in order, as the format defines."""
     events: list[TraceEvent] = []
     waiting: list[str] = []
     for i, message in enumerate(task.messages):
@@ -279,7 +282,7 @@ def episode_from_task(task: Task) -> TraceEpisode:
         where=f"task {task.uuid}",
         episode_id=task.uuid,
         split=str(meta.get("split") or "train"),
-        group=str(meta.get("scenario") or "") or None,
+        group=task_group(task),
         environment=str(meta.get("environment") or task.source),
         initial_state=meta.get("initial_state"),
         metadata={"source": task.source},

@@ -98,12 +98,13 @@ def row_from_record(record: Any, where: str) -> Row:
         history.append((action["type"], action["arguments"], str(response)))
     action = text_action(current)
     identifier = str(record["id"])
-    trajectory = re.sub(r"[_\-#:]?(?:turn|step)?[_\-]?\d+$", "", identifier) if turn else identifier
+    # Ids name rows in some sources and trajectories in others: what a trajectory begins with names it in all.
     first = str(prompts[0]) if prompts else current
+    begin = f"{first}\n{responses[0]}"
     return Row(
         f"{identifier}#{turn}",
         str(record["task"]),
-        f"{record['task']}/{trajectory or identifier}/{hash_text(first)}",
+        f"{record['task']}/{hash_text(begin)}",
         action["type"],
         action["arguments"],
         str(responses[at]),

@@ -11,25 +11,28 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
+from envace_jax.datasets.traces import task_group
 from envace_jax.text.transcript import ToolCall, Transcript, canonical_json
 from envace_jax.worldbook.brief import BriefLimits, clip, fenced, worldbook_sections
 from envace_jax.worldbook.harness import Harness, HarnessConfig
 from envace_jax.worldbook.ingest import observation_value
 from envace_jax.worldbook.retrieve import RetrievalCache, Retriever
-from envace_jax.worldbook.store import Worldbook
+from envace_jax.worldbook.store import Worldbook, load_worldbook
 from envace_jax.worldbook.workspace import Session, open_session, summarize_state
 
 if TYPE_CHECKING:
     from envace_jax.rehearsal.grounding import Brief
 
 
-def task_group(task: Task) -> str:
-    """The trajectory group of a task, as `envace_jax.datasets.traces.episode_from_task` names it."""
-    return str(task.meta.get("scenario") or task.uuid)
+@lru_cache(maxsize=4)
+def load_grounding(path: str) -> WorldbookGrounding:
+    """The grounding of the worldbook in a folder, one object for the whole process (its caches are shared)."""
+    return WorldbookGrounding(load_worldbook(path))
 
 
 class WorldbookGrounding:

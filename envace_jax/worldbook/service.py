@@ -11,7 +11,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
-from envace_jax.datasets.traces import text_action
+from envace_jax.datasets.traces import task_group, text_action
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.harness import Harness, StepResult
 from envace_jax.worldbook.state import StateError
@@ -37,8 +37,7 @@ class WorldbookEnvironment:
         """Open the task's episode: its explicit initial state where it has one, its group left out of retrieval."""
         meta = task.meta
         instruction = task.user_turns[0] if task.user_turns else ""
-        group = str(meta.get("scenario") or task.uuid)
-        self.session = open_session(meta.get("initial_state"), group=group, instruction=instruction)
+        self.session = open_session(meta.get("initial_state"), group=task_group(task), instruction=instruction)
         self.last = None
 
     def step(self, name: str, arguments: dict[str, Any]) -> Any:

@@ -374,6 +374,8 @@ def write(node: Any, path: Path, op: str, value: Any) -> Any:
         if not isinstance(head, int) or not 0 <= head < len(node):
             raise StateError(f"no element {head!r} in a list of {len(node)}")
         return (*node[:head], write(node[head], rest, op, value), *node[head + 1 :])
+    if op == "forget" and (node is ABSENT or node is UNKNOWN):
+        return UNKNOWN  # what may now lie below something that was not there: whether it is there is not known either
     if not isinstance(node, PMap):
         if node is not ABSENT and node is not UNKNOWN:
             raise StateError(f"segment {head!r} lies below a {type(node).__name__}")

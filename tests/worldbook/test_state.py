@@ -147,6 +147,14 @@ def test_knowing_more_never_turns_a_decided_condition_over(steps: list[tuple[str
         assert answer is None or answer is test(Scope(full.root, args))
 
 
+def test_forgetting_below_what_is_not_there_makes_no_phantom() -> None:
+    known = state_from_json({"orders": {"8": {"status": "paid"}}})
+    hazy = known.apply("forget", ("world", "orders", "9", "status"))
+    assert hazy.get(("world", "orders", "9")) is UNKNOWN and len(hazy.get(("world", "orders"))) == 1
+    count = compile_term({"$count": {"$state": ["world", "orders"]}})
+    assert count(Scope(known.root, freeze({}))) == 1 and count(Scope(hazy.root, freeze({}))) is UNKNOWN
+
+
 def test_operations_and_their_journal() -> None:
     state = state_from_json({"n": 3, "tags": ["a"], "m": {"x": 1}})
     state = state.apply("increment", ("world", "n"), 2, "r1")
