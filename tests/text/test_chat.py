@@ -195,6 +195,26 @@ def test_exported_template_renders_as_the_format_does(sp, messages, thinking, to
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("old_thinking", ["strip", "keep"])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_exported_template_over_the_corpus(sp, thinking, old_thinking):
+    chat = ChatFormat(sp, thinking, old_thinking=old_thinking)
+    for messages in CORPUS:
+        for generate in (True, False):
+            assert jinja_render(chat.template(), messages, TOOLS, generate) == chat.render(messages, TOOLS, generate)
+
+
+@pytest.mark.quick
+def test_an_answer_that_ends_a_conversation_shows_its_thinking_block(sp):
+    # The official template writes an empty block into the last message, and none into an earlier one of the turn.
+    chat = ChatFormat(sp)
+    last = chat.render([user("q"), say("a")], (), False)
+    assert last.endswith("assistant\n<think>\n\n</think>\n\na<|im_end|>\n")
+    earlier = chat.render([user("q"), say("a", call()), tool("1")], (), False)
+    assert "<think>" not in earlier
+
+
+@pytest.mark.quick
 def test_tool_docs_none_leaves_no_word_about_tools(sp):
     chat = ChatFormat(sp, tool_docs="none")
     assert chat.render([system("S"), user("q")], TOOLS) == ChatFormat(sp).render([system("S"), user("q")])
