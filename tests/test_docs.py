@@ -25,7 +25,7 @@ def test_named_things_exist(document: Path) -> None:
         assert (ROOT / path).exists(), path
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (document.parent / target).exists(), target
-    for command in re.findall(r"python -m envace_jax (\w+)", text):
+    for command in re.findall(r"python -m envace_jax ([a-z]\w*)", text):
         assert command in COMMANDS, command
     keys = {name for name, _ in flat(default_config())}
     for key in re.findall(r"--config\.([\w.]+?)(?==)", text):

@@ -218,7 +218,8 @@ def test_killed_process_goes_on_by_the_same_command(tmp_path):
     second = child(broken)
     wait_for(broken, 3, second)
     second.send_signal(signal.SIGTERM)
-    assert second.wait(120) in (trainer.PREEMPTED, 0)
+    # before the handler stands (imports), SIGTERM simply ends the process: nothing has been done yet
+    assert second.wait(120) in (trainer.PREEMPTED, 0, -signal.SIGTERM)
     assert child(broken).wait(300) == 0
     same_end(whole, broken)
 
