@@ -65,6 +65,13 @@ COMMANDS: dict[str, Command] = {
         "envace_jax.model.command:run_export", "write a run's model as a Hugging Face folder", False, "add_export"
     ),
     "show": Command("envace_jax.report.show:run_show", "print one task as the policy sees it", True, "add_arguments"),
+    "worldbook": Command(
+        "envace_jax.worldbook.commands:run_worldbook",
+        "build, show, diff, verify, patch, replay, compare, simulate",
+        False,
+        "add_arguments",
+        device=False,
+    ),
     "plan": Command(
         "envace_jax.planning.command:run_plan",
         "does the run fit a slice, and what will it cost",

@@ -323,7 +323,7 @@ def run_fidelity(cfg: ConfigDict, args: argparse.Namespace) -> None:
     spec, params = load_model(cfg, chat, mesh_for(cfg))
     engine = make_engine(cfg, spec, params)
     rules = RolloutConfig.from_config(cfg, temperature=cfg.evaluation.temperature, top_p=cfg.evaluation.top_p)
-    grounding = make_grounding(cfg.rollout.grounding)
+    grounding = make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
     asked = probes(tasks, chat, rules.episode, grounding=grounding)
     fits = [p for p in asked if len(p.case.prompt_ids) <= rules.episode.max_input_tokens]
     found = predictions(fits, engine, chat, max_tokens=rules.episode.max_rehearse_tokens)

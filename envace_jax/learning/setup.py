@@ -128,7 +128,7 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
                 rehearse_params=arm.rehearse_params,
                 observe_workers=arm.observe_workers,
             ),
-            grounding=make_grounding(cfg.rollout.grounding),
+            grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
             judge=make_judge(cfg),
             engine=engine,
             learners=learners,

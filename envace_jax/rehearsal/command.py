@@ -44,7 +44,7 @@ def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
         judge=make_judge(cfg),
         seed=cfg.seed,
         group_size=group_size,
-        grounding=make_grounding(cfg.rollout.grounding),
+        grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
     )
     ends: Counter[str] = Counter()
     rewards = []

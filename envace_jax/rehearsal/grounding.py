@@ -54,8 +54,18 @@ class OracleGrounding:
         return Brief(task.recorded_calls)
 
 
-def make_grounding(name: str) -> Grounding:
-    """The grounding of a configuration's `rollout.grounding`; a worldbook's is made by whoever holds the worldbook."""
+def make_grounding(name: str, worldbook: str = "") -> Grounding:
+    """The grounding of a configuration's `rollout.grounding`; `worldbook` is the folder that `rollout.worldbook` names.
+
+    Raises:
+        UserError: no such grounding, or `worldbook` without a folder that holds one.
+    """
+    if name == "worldbook":
+        from envace_jax.worldbook.grounding import load_grounding
+
+        if not worldbook:
+            raise UserError("rollout.worldbook='': rollout.grounding=worldbook needs a worldbook folder")
+        return load_grounding(worldbook)
     kinds: dict[str, type[Grounding]] = {"none": NoGrounding, "past": PastGrounding, "oracle": OracleGrounding}
     if name not in kinds:
         raise UserError(f"rollout.grounding={name!r} is not one of {', '.join(kinds)}; other sources are passed in")

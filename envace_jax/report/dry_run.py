@@ -48,7 +48,7 @@ class Lengths:
 def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict) -> Lengths:
     """Measured on an even sample of the tasks' own dialogues."""
     chosen = [tasks[i] for i in np.linspace(0, len(tasks) - 1, min(SAMPLE, len(tasks))).astype(int)]
-    grounding = make_grounding(cfg.rollout.grounding)
+    grounding = make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
     episode_config = EpisodeConfig.from_config(cfg)
     played = [demonstrate(t, chat, episode_config, grounding=grounding).rows for t in chosen]
     rows = [row for ledgers in played for row in ledgers]
@@ -95,7 +95,7 @@ def matmul_rate() -> float:
 def scripted_episode(task: Task, chat: ChatFormat, cfg: ConfigDict) -> str:
     """Plays the task's own dialogue and, where its items have rules, judges it by them."""
     played = demonstrate(
-        task, chat, EpisodeConfig.from_config(cfg), grounding=make_grounding(cfg.rollout.grounding)
+        task, chat, EpisodeConfig.from_config(cfg), grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
     )
     passed = judged = 0
     if cfg.rewards.judge == "rules":

@@ -101,7 +101,7 @@ def run_show(cfg: ConfigDict, args: argparse.Namespace) -> None:
     else:
         train, held_out = load_tasks(cfg.data)
         task = find_task(held_out if args.held_out else train, args.task)
-        grounding = make_grounding(cfg.rollout.grounding)
+        grounding = make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
         shown = demonstrate(task, chat, EpisodeConfig.from_config(cfg), grounding=grounding)
         console.print(f"[bold]task {escape(task.uuid)}[/] from {escape(task.source)}, {len(task.user_turns)} turns")
         for turn, items in enumerate(task.checklists[0] if task.checklists else ()):

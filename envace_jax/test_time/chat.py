@@ -53,7 +53,7 @@ def run_chat(cfg: ConfigDict, args: argparse.Namespace) -> None:
         EpisodeConfig.from_config(cfg, judged=False),
         real=args.real,
         plan=plan,
-        grounding=make_grounding(cfg.rollout.grounding),
+        grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
         voice=Voice((cfg.seed,), cfg.evaluation.temperature, cfg.evaluation.top_p),
     )
     world = "real environment" if args.real else "rehearsed world"

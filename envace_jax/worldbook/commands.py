@@ -1,4 +1,4 @@
-"""``python -m envace_jax worldbook build|show|diff|verify|patch|replay|simulate``."""
+"""``python -m envace_jax worldbook build|show|diff|verify|patch|replay|compare|simulate``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.datasets.traces import read_traces
 from envace_jax.text.transcript import canonical_json
-from envace_jax.worldbook.baselines import SYSTEMS, SystemConfig, make_system
+from envace_jax.worldbook.baselines import CONTENT, SYSTEMS, CopyingCompleter, SystemConfig, make_system
 from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
 from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
 from envace_jax.worldbook.completer import Completer, EndpointCompleter, ScriptedCompleter
@@ -67,6 +68,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("--no_state", action="store_true", help="without the explicit initial states")
     again.add_argument("--promote", default="", help="write a validated worldbook there if all cases pass")
 
+    versus = commands.add_parser("compare", help="next-observation scores of several systems, in one table")
+    versus.add_argument("worldbook")
+    versus.add_argument("--traces", nargs="+", default=[], help="held-out traces")
+    versus.add_argument("--rows", default="", help="or rows in the AgentWorldBench format")
+    versus.add_argument("--form", default=None)
+    versus.add_argument(
+        "--systems", nargs="+", default=["rules", *SYSTEMS], help="rules alone, or systems with a model"
+    )
+    versus.add_argument(
+        "--metric",
+        nargs="+",
+        default=["json_equal", "outcome"],
+        help="scores to show: answered, exact, normalised, json_equal, leaf_f1, word_f1, outcome",
+    )
+    versus.add_argument("--limit", type=int, default=0, help="at most so many rows, spread over all (0: all)")
+    versus.add_argument("--content", default="full", choices=sorted(CONTENT), help="ablation: tier of the worldbook")
+    versus.add_argument("--single_shot", action="store_true", help="ablation: no tool loop")
+    versus.add_argument("--no_state", action="store_true", help="ablation: no tracked state and no rules")
+    versus.add_argument("--copying", action="store_true", help="a deterministic stand-in for the model that copies")
+    versus.add_argument("--resamples", type=int, default=10_000)
+    versus.add_argument("--out", default="", help="write every row's scores there as JSON lines")
+    _add_model(versus)
+
     run = commands.add_parser("simulate", help="a session at the terminal, or an HTTP service")
     run.add_argument("worldbook")
     run.add_argument("--state", default="", help="JSON file with the initial state")
@@ -106,6 +130,7 @@ def run_worldbook(args: argparse.Namespace) -> int:
         "verify": run_worldbook_verify,
         "patch": run_worldbook_patch,
         "replay": run_worldbook_replay,
+        "compare": run_worldbook_compare,
         "simulate": run_worldbook_simulate,
     }
     return runners[args.worldbook_command](args)
@@ -220,8 +245,6 @@ def run_worldbook_replay(args: argparse.Namespace) -> int:
     """Replay traces; status 1 where a rule answered wrongly. ``--promote`` is the replay gate: all cases pass, no trace
     of the build among them, every rule of the floor exercised."""
     book = load_worldbook(args.worldbook)
-    from envace_jax.datasets.traces import read_traces
-
     episodes = [e for path in args.traces for e in read_traces(path, form=args.form)]
     built = {e["sha256"] for e in book.episodes} | {e["trajectory_group"] for e in book.episodes}
     overlap = [e.episode_id for e in episodes if e.group in built]
@@ -253,6 +276,48 @@ def run_worldbook_replay(args: argparse.Namespace) -> int:
         save_worldbook(new, args.promote)
         print(f"promoted: {args.promote}")
     return 1 if figures["wrong"] else 0
+
+
+def run_worldbook_compare(args: argparse.Namespace) -> int:
+    """Score systems on the same rows; each line is labelled with the system and with what stood in for its model."""
+    from envace_jax.evaluation import next_observation as evaluation
+
+    book = load_worldbook(args.worldbook)
+    rows = evaluation.read_rows(args.rows) if args.rows else []
+    for path in args.traces:
+        rows += evaluation.rows_from_episodes(read_traces(path, form=args.form))
+    if not rows:
+        raise UserError("nothing to score: give --traces or --rows")
+    if args.limit and len(rows) > args.limit:
+        rows = rows[:: -(-len(rows) // args.limit)]
+    leaks = evaluation.leakage_audit(book, rows)
+    if leaks:
+        print(
+            f"{len(leaks)} of {len(rows)} rows are known to the worldbook, {leaks[0]['row']} ({leaks[0]['kind']}) first"
+        )
+    model = CopyingCompleter() if args.copying else make_completer(args)
+    label = getattr(model, "name", "") or args.model or ("script" if args.script else "no model")
+    results = []
+    for name in args.systems:
+        if name == "rules":
+            system, title = make_system(book, None, SystemConfig()), "rules alone (no model)"
+        else:
+            if model is None:
+                raise UserError(f"--systems {name}: needs a model: --endpoint, --script or --copying")
+            config = SystemConfig(name, args.content, not args.single_shot, not args.no_state)
+            system, title = make_system(book, model, config), f"{name} ({label})"
+        results.append(evaluation.evaluate_system(title, system, rows))
+        print(f"{title}: {len(rows) - results[-1].failed} of {len(rows)} rows answered", flush=True)
+    for metric in args.metric:
+        print("\n" + evaluation.results_table(results, metric, args.resamples))
+    if args.out:
+        with Path(args.out).open("w", encoding="utf-8") as file:
+            for result in results:
+                for i, row in enumerate(rows):
+                    line = {"system": result.system, "row": row.id, "trajectory": row.trajectory,
+                            "source": result.sources[i], **{m: v[i] for m, v in result.scores.items()}}  # fmt: skip
+                    file.write(canonical_json(line) + "\n")
+    return 0
 
 
 def run_worldbook_simulate(args: argparse.Namespace, lines: Iterable[str] | None = None) -> int:
