@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
@@ -24,7 +25,7 @@ class Arm:
     """
 
     baseline: str
-    learners: dict[str, tuple[Role, ...]]
+    learners: Mapping[str, tuple[Role, ...]]
     frozen: tuple[str, ...] = ()
     act_params: str = "policy"
     rehearse_params: str = "policy"

@@ -20,6 +20,8 @@ RATIOS = ("token", "sequence")
 KL_EXPONENT_LIMIT = 20.0
 KL_LIMIT = 10.0
 ROLES = 2
+Figures = dict[str, dict[str, jax.Array]]
+"""{"sums": ..., "maxima": ...}: what is added up, and what the largest is taken of, over microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,7 @@ def output_mean(values_BxS: jax.Array, output_BxS: jax.Array) -> jax.Array:
 
 def policy_loss(
     logprob_BxS: jax.Array, entropy_BxS: jax.Array, batch: dict[str, jax.Array], config: LossConfig
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Figures]:
     """Summed weighted loss of a microbatch, and sums and maxima for the metrics.
 
     `batch` holds [B, S] arrays: mask, weights, advantages, sampler_logprobs, role, output, with `old_logprobs`
@@ -189,7 +191,7 @@ def policy_loss(
 
 def supervised_loss(
     logprob_BxS: jax.Array, entropy_BxS: jax.Array, batch: dict[str, jax.Array]
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Figures]:
     """Summed weighted cross-entropy of the targets, with the same figures for the metrics."""
     by_role = jax.nn.one_hot(batch["role"], ROLES, dtype=jnp.float32) * batch["mask"][..., None]
     sums = {

@@ -134,7 +134,7 @@ def plot(run_dir: Path) -> Path | None:
         ("reward/act", "reward over ACT outputs", ":"),
         ("reward/rehearse", "reward over REHEARSE outputs", "--"),
     ):
-        axes.plot(x, [r.get(name) for r in steps], style, label=label)
+        axes.plot(x, [float(r[name]) for r in steps], style, label=label)
     for name, label in HEADLINES[:4]:
         points = [(r["step"], r[f"eval/{name}"]) for r in records if r.get(f"eval/{name}") is not None]
         if points:

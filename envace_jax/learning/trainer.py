@@ -115,6 +115,7 @@ def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
     wanted = cfg.learning.prompts_per_step
     kept: list[Trajectory] = []
     for draw in range(MAX_DRAWS if cfg.learning.dynamic_sampling else 1):
+        part: dict[str, float] = {}
         played = rollout(
             next(run.data),
             engine=run.engine,
@@ -127,7 +128,7 @@ def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
             first_group=draw * wanted,
             observe=arm.observe,
             grounding=run.grounding,
-            timings=(part := {}),
+            timings=part,
         )
         kept += sorted(played, key=lambda t: (t.group, t.member))
         for name, seconds in part.items():
