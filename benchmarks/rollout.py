@@ -116,7 +116,7 @@ def workload(size: Size, seed: int = 0) -> tuple[tuple[int, ...], list[Conversat
         for member in range(size.group):
             turns, new = [], prompt
             for _ in range(int(rng.integers(*size.calls, endpoint=True))):
-                pick = lambda role: max(1, int(rng.choice(lengths[role]) * size.scale))  # noqa: B023, E731
+                pick = lambda role: max(1, int(rng.choice(lengths[role]) * size.scale))  # noqa: E731
                 turns.append(Turn(ACT, new, pick("act")))
                 turns.append(Turn(REHEARSE, about, pick("rehearse")))
                 new = draw(6)

@@ -56,7 +56,8 @@ def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict) -> 
     too_long = sum(any(len(row.ids) > limit for row in ledgers) for ledgers in played) / len(chosen)
     lengths = [len(r.ids) for r in rows]
     sampled = sum(sum(r.sampled) for r in rows)
-    return Lengths(len(rows) / len(chosen), float(np.mean(lengths)), max(lengths), sampled / len(chosen), too_long)
+    per_task = 1 / len(chosen)
+    return Lengths(len(rows) * per_task, float(np.mean(lengths)), max(lengths), sampled * per_task, too_long)
 
 
 def memory_estimate(spec: Qwen3Spec, cfg: ConfigDict) -> dict[str, float]:
