@@ -40,7 +40,7 @@ def ids_of(rng, n):
 def test_group_prompts_are_prefilled_once_and_sampled_apart(make_engine, params):
     engine = make_engine()
     prompt = ids_of(np.random.default_rng(0), 30)
-    requests = [Request(prompt, SamplingParams(max_tokens=9), (0, m)) for m in range(4)]
+    requests = [Request(prompt, SamplingParams(temperature=40.0, max_tokens=9), (0, m)) for m in range(4)]
     ids = [engine.submit(r) for r in requests]
     done = drain(engine)
     for i, r in zip(ids, requests):
