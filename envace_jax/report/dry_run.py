@@ -95,9 +95,8 @@ def matmul_rate() -> float:
 
 def scripted_episode(task: Task, chat: ChatFormat, cfg: ConfigDict) -> str:
     """Plays the task's own dialogue and, where its items have rules, judges it by them."""
-    played = demonstrate(
-        task, chat, EpisodeConfig.from_config(cfg), grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
-    )
+    grounding = make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
+    played = demonstrate(task, chat, EpisodeConfig.from_config(cfg), grounding=grounding)
     passed = judged = 0
     if cfg.rewards.judge == "rules":
         for turn in range(len(played.transcript)):
