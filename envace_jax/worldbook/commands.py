@@ -18,11 +18,18 @@ from envace_jax.worldbook.baselines import CONTENT, SYSTEMS, CopyingCompleter, S
 from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
 from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
 from envace_jax.worldbook.completer import Completer, EndpointCompleter, ScriptedCompleter
-from envace_jax.worldbook.harness import Harness
+from envace_jax.worldbook.harness import Harness, HarnessConfig
 from envace_jax.worldbook.patch import apply_patch, read_patch
 from envace_jax.worldbook.records import EXECUTABLE_CONFIDENCE, FAST_PATH_CONFIDENCE
 from envace_jax.worldbook.service import WorldbookService, simulate
-from envace_jax.worldbook.store import load_worldbook, read_manifest, rule_text, save_worldbook, verify_folder
+from envace_jax.worldbook.store import (
+    Worldbook,
+    load_worldbook,
+    read_manifest,
+    rule_text,
+    save_worldbook,
+    verify_folder,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     versus.add_argument("--single_shot", action="store_true", help="ablation: no tool loop")
     versus.add_argument("--no_state", action="store_true", help="ablation: no tracked state and no rules")
     versus.add_argument("--copying", action="store_true", help="a deterministic stand-in for the model that copies")
+    versus.add_argument(
+        "--rehearse",
+        default="",
+        metavar="CONFIG",
+        help="a configuration whose policy's REHEARSE answers as well, without and with the brief",
+    )
     versus.add_argument("--resamples", type=int, default=10_000)
     versus.add_argument("--out", default="", help="write every row's scores there as JSON lines")
     _add_model(versus)
@@ -308,6 +321,9 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
             system, title = make_system(book, model, config), f"{name} ({label})"
         results.append(evaluation.evaluate_system(title, system, rows))
         print(f"{title}: {len(rows) - results[-1].failed} of {len(rows)} rows answered", flush=True)
+    for title, system in _rehearse_systems(args.rehearse, book) if args.rehearse else ():
+        results.append(evaluation.evaluate_system(title, system, rows))
+        print(f"{title}: {len(rows) - results[-1].failed} of {len(rows)} rows answered", flush=True)
     for metric in args.metric:
         print("\n" + evaluation.results_table(results, metric, args.resamples))
     if args.out:
@@ -318,6 +334,29 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
                             "source": result.sources[i], **{m: v[i] for m, v in result.scores.items()}}  # fmt: skip
                     file.write(canonical_json(line) + "\n")
     return 0
+
+
+def _rehearse_systems(config: str, book: Worldbook) -> list[tuple[str, Harness]]:
+    """REHEARSE of a configuration's policy alone, with the worldbook's brief, and behind its rules."""
+    from envace_jax.build import chat_format, load_model, make_engine, mesh_for
+    from envace_jax.config_file import load_file
+    from envace_jax.evaluation.rehearse_agent import RehearseAgent
+    from envace_jax.rehearsal.settings import RolloutConfig
+    from envace_jax.worldbook.grounding import WorldbookGrounding
+
+    cfg = load_file(config).get_config()
+    chat = chat_format(cfg)
+    spec, params = load_model(cfg, chat, mesh_for(cfg))
+    engine, episode = make_engine(cfg, spec, params), RolloutConfig.from_config(cfg).episode
+    plain = RehearseAgent(engine, chat, episode, book.actions)
+    briefed = RehearseAgent(engine, chat, episode, book.actions, WorldbookGrounding(book))
+    name = Path(cfg.model.path).name or "random weights"
+    alone = HarnessConfig(use_rules=False, track_state=False)
+    return [
+        (f"REHEARSE ({name}), no grounding", Harness(Worldbook(), plain, alone)),
+        (f"REHEARSE ({name}), worldbook brief", Harness(Worldbook(), briefed, alone)),
+        (f"rules, then REHEARSE ({name})", Harness(book, plain)),
+    ]
 
 
 def run_worldbook_simulate(args: argparse.Namespace, lines: Iterable[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from envace_jax.worldbook.notation import TermError, operand
-from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, json_equal
+from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, freeze, json_equal
 from envace_jax.worldbook.terms import Evaluate, Scope, compile_term
 
 Truth = bool | None
@@ -63,9 +63,41 @@ def compile_condition(condition: Any) -> Test:
     raise TermError(f"not a condition: {_short(condition)}")
 
 
+def _absent_or(value: Any) -> Test | None:
+    """``any`` of "x does not exist" and a comparison of the same x with a constant, looking x up once; else None."""
+    if len(value) != 2 or not all(isinstance(c, dict) and {"left", "op"} <= set(c) for c in value):
+        return None
+    first, second = value
+    same = first["op"] == "not_exists" and first["left"] == second["left"]
+    if not same or second["op"] not in _COMPARE or isinstance(second["left"], str):
+        return None
+    right = second.get("right")
+    constant = right["$const"] if isinstance(right, dict) and set(right) == {"$const"} else right
+    if isinstance(constant, dict):
+        return None
+    left, frozen, compare = compile_term(second["left"]), freeze(constant), _COMPARE[second["op"]]
+    texts = None
+    if second["op"] == "in" and isinstance(frozen, tuple) and all(type(t) is str for t in frozen):
+        texts = frozenset(frozen)
+
+    def evaluate(scope: Scope) -> Truth:
+        a = left(scope)
+        if a is ABSENT:
+            return True
+        if a is UNKNOWN:
+            return None
+        if texts is not None:
+            return type(a) is str and a in texts
+        return compare(a, frozen)
+
+    return evaluate
+
+
 def _group(kind: str, value: Any) -> Test:
     if not isinstance(value, (list, tuple)) or (kind == "agree" and not value):
         raise TermError(f"{kind}: expected a list of conditions")
+    if kind == "any" and (fused := _absent_or(value)) is not None:
+        return fused
     parts = [compile_condition(c) for c in value]
     stop = {"all": False, "any": True}.get(kind)
 

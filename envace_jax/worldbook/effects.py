@@ -14,7 +14,20 @@ from typing import Any
 
 from envace_jax.worldbook.columns import Collection, Sample, Shape, is_number, known, term_key
 from envace_jax.worldbook.records import StateMutation
-from envace_jax.worldbook.state import ABSENT, UNKNOWN, Path, PMap, State, StateError, freeze, json_equal, lookup
+from envace_jax.worldbook.state import (
+    ABSENT,
+    UNKNOWN,
+    Event,
+    Journal,
+    Path,
+    PMap,
+    State,
+    StateError,
+    freeze,
+    json_equal,
+    lookup,
+    write,
+)
 from envace_jax.worldbook.terms import Scope, TermError, compile_term, text_of
 
 
@@ -85,12 +98,20 @@ class EffectRunner:
 
 def carry_out(state: State, plan: Sequence[tuple[str, Path, Any, int]], cause: str) -> State | None:
     """The state after a plan of effects; None where the state does not allow one of them."""
+    root, journal, revision = state.root, state.journal, state.revision
     try:
         for op, path, value, delay in plan:
-            state = state.schedule(delay, op, path, value, cause) if delay else state.apply(op, path, value, cause)
+            if delay:
+                state = State(root, revision, state.step, state.pending, journal).schedule(
+                    delay, op, path, value, cause
+                )
+            else:
+                root = write(root, path, op, value)
+                journal = Journal(Event(state.step, op, path, value, cause), journal, journal.length + 1)
+            revision += 1
     except StateError:
         return None
-    return state
+    return State(root, revision, state.step, state.pending, journal)
 
 
 def dynamic_path(term: Any) -> list[Any] | None:

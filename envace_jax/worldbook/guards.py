@@ -243,6 +243,14 @@ def _decided(value: Any) -> bool:
     return _exists(value) is not None
 
 
+def _sign(column: Column, values: Sequence[Any]) -> str:
+    """The comparison with 0 that all values satisfy, where leaving it would be news: an argument that is zero or below,
+    a field of a named entity that is zero. Empty where it would not."""
+    if "$arg" in column.term:
+        return "gt" if min(values) > 0 else "gte" if min(values) == 0 else ""
+    return "gt" if min(values) > 0 and column.rank <= 1 else ""
+
+
 def novelty_conditions(columns: Sequence[Column], members: Sequence[int]) -> dict[str, Any]:
     """Conditions, by column, that keep a default branch to what was seen there.
 
@@ -255,8 +263,8 @@ def novelty_conditions(columns: Sequence[Column], members: Sequence[int]) -> dic
             continue
         values = [column.values[i] for i in members]
         if values and all(is_number(v) for v in values):
-            if min(values) >= 0:
-                op = "gt" if min(values) > 0 else "gte"
+            op = _sign(column, values)
+            if op:
                 out[column.key] = {"left": column.term, "op": op, "right": 0}
             continue
         if "$arg" in column.term or not values or not all(isinstance(v, (str, bool)) for v in values):
@@ -282,9 +290,9 @@ def action_novelty(columns: Sequence[Column]) -> dict[str, Any]:
         absent = {"left": column.term, "op": "not_exists"}
         values = [v for v in column.values if v is not ABSENT]
         if values and all(is_number(v) for v in values):
-            if min(values) >= 0:
-                sign = {"left": column.term, "op": "gt" if min(values) > 0 else "gte", "right": 0}
-                out[column.key] = {"any": [absent, sign]}
+            op = _sign(column, values)
+            if op:
+                out[column.key] = {"any": [absent, {"left": column.term, "op": op, "right": 0}]}
             continue
         if "$arg" in column.term or not values or not all(isinstance(v, (str, bool)) for v in values):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from envace_jax.worldbook.conditions import compile_condition
 from envace_jax.worldbook.effects import EffectRunner, carry_out
@@ -24,8 +24,7 @@ from envace_jax.worldbook.terms import Scope
 from envace_jax.worldbook.workspace import MemoryItem, Session
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step answered: the observation text and where it came from (``rule``, ``agent``, ``none``).
 
     ``cause`` says why the rules did not answer; ``rejected`` why the agent's effects were not committed.

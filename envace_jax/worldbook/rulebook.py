@@ -8,8 +8,7 @@ to be out, nothing fires and the call goes to the agent.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from envace_jax.text.transcript import result_text
 from envace_jax.worldbook.conditions import compile_condition
@@ -22,8 +21,7 @@ from envace_jax.worldbook.terms import Scope, TermError, compile_term
 _UNSET = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """What the rules say of a call: the rule that fires, or why none does
     (``no_rule``, ``unknown``, ``conflict``, ``unresolved``)."""
 

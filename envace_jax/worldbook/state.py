@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 NAMESPACES = ("world", "session", "surface", "epistemic")
 MAX_DEPTH = 64
@@ -189,7 +189,8 @@ def freeze(value: Any, *, closed: bool = True, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise StateError(f"value nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
-        return PMap({k: freeze(v, closed=closed, depth=depth + 1) for k, v in value.items()}, None, closed)
+        base = {k: freeze(v, closed=closed, depth=depth + 1) for k, v in value.items()}
+        return PMap(base, None, closed, len(base), 16 if len(base) < 256 else None)
     if isinstance(value, (list, tuple)):
         return tuple(freeze(v, closed=closed, depth=depth + 1) for v in value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -208,8 +209,7 @@ def thaw(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One change of state: what was done where, by which rule or observation, at which step."""
 
     step: int

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from envace_jax.worldbook.state import NAMESPACES, State, empty_state, state_from_json
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryItem:
+class MemoryItem(NamedTuple):
     """One remembered turn: ``kind`` is ``predicted`` or ``observed``; ``source`` rule, agent or observation."""
 
     turn: int
