@@ -9,12 +9,15 @@ returned, never means: the caller divides once, by a denominator that covers the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from envace_jax.config import UserError
+from envace_jax.model.sharding import axes_of, mesh_active
 
 RATIOS = ("token", "sequence")
 KL_EXPONENT_LIMIT = 20.0
@@ -79,13 +82,46 @@ def token_logprobs(
     at the front of each row).  The vocabulary axis may be sharded: the target's logit is a masked sum, no gather.
     The entropy carries a gradient only where asked for.
     """
+    columns = max(1, min(hidden_BxSxD.shape[1], chunk_tokens // max(hidden_BxSxD.shape[0], 1)))
+    form = functools.partial(
+        _shard_logprobs, temperature=temperature, columns=columns, entropy_gradient=entropy_gradient
+    )
+    arrays = (hidden_BxSxD, targets_BxS, mask_BxS, head_DxV.astype(jnp.float32))
+    if not mesh_active():
+        return form(*arrays, batch=(), vocab=())
+    batch, vocab = jax.typeof(hidden_BxSxD).sharding.spec[0], jax.typeof(head_DxV).sharding.spec[1]
+    rows = P(batch, None)
+    return jax.shard_map(
+        functools.partial(form, batch=axes_of(batch), vocab=axes_of(vocab)),
+        in_specs=(P(batch, None, None), rows, rows, P(None, vocab)),
+        out_specs=(rows, rows),
+    )(hidden_BxSxD, jax.reshard(targets_BxS, rows), jax.reshard(mask_BxS, rows), arrays[3])
+
+
+def _shard_logprobs(
+    hidden_BxSxD: jax.Array,
+    targets_BxS: jax.Array,
+    mask_BxS: jax.Array,
+    head_DxV: jax.Array,
+    *,
+    temperature: float,
+    columns: int,
+    entropy_gradient: bool,
+    batch: tuple[str, ...],
+    vocab: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logprobs` of one shard of rows (cut over `batch`) and of the vocabulary (cut over `vocab`)."""
     b, s, d = hidden_BxSxD.shape
-    columns = max(1, min(s, chunk_tokens // max(b, 1)))
     n = -(-s // columns)
     pad = n * columns - s
     dtype = hidden_BxSxD.dtype
-    # Float32 outside the loop, so that the chunks' gradients of the matrix add up in float32.
-    head_DxV = head_DxV.astype(jnp.float32)
+    # Each shard of rows adds up its own gradient of the matrix, in float32, and they are summed once, after the loop:
+    # left to the compiler, the sum over shards would be taken for every chunk.
+    head_DxV = jax.lax.pcast(head_DxV, batch, to="varying") if batch else head_DxV
+    first = jax.lax.axis_index(vocab) * head_DxV.shape[1] if vocab else 0
+
+    def over_vocab(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, vocab) if vocab else x
 
     def chunked(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
@@ -94,13 +130,14 @@ def token_logprobs(
     def compute(x_BxCxD: jax.Array, targets_BxC: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = jnp.einsum("bcd,dv->bcv", x_BxCxD, head.astype(dtype), preferred_element_type=jnp.float32)
         logits = logits / temperature
-        top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        top = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True)
+        top = jax.lax.pmax(top, vocab) if vocab else top
         exp = jnp.exp(logits - top)
-        total = jnp.sum(exp, axis=-1)
+        total = over_vocab(jnp.sum(exp, axis=-1))
         log_total = jnp.log(total) + top[..., 0]
-        hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets_BxC[..., None]
-        logprob = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - log_total
-        entropy = log_total - jnp.sum(exp * logits, axis=-1) / total
+        hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) + first == targets_BxC[..., None]
+        logprob = over_vocab(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)) - log_total
+        entropy = log_total - over_vocab(jnp.sum(exp * logits, axis=-1)) / total
         return logprob, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
     @jax.checkpoint
@@ -109,7 +146,10 @@ def token_logprobs(
             zero = jnp.zeros_like(mask_BxC, jnp.float32)
             return zero, zero
 
-        logprob, entropy = jax.lax.cond(jnp.any(mask_BxC), compute, nothing, x_BxCxD, targets_BxC, head)
+        some = jnp.any(mask_BxC).astype(jnp.int32)
+        # All shards take the same branch: they meet in it.
+        some = jax.lax.pmax(some, batch) if batch else some
+        logprob, entropy = jax.lax.cond(some > 0, compute, nothing, x_BxCxD, targets_BxC, head)
         return jnp.where(mask_BxC, logprob, 0.0), jnp.where(mask_BxC, entropy, 0.0)
 
     def body(_: None, xs: tuple[jax.Array, ...]) -> tuple[None, Any]:

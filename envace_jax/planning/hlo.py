@@ -98,18 +98,25 @@ def _mesh_group(sizes: str, order: str | None, permutation: str | None, members:
     return devices.reshape(-1)[places].tolist()
 
 
-def _received(kind: str, shapes: list[int], n: int) -> float:
-    """Bytes that one of n chips receives in a ring, from the shapes on the left of the instruction."""
-    if not shapes:
-        return 0.0
-    large, small = max(shapes), min(shapes)
+def _received(op: str, shapes: list[int], n: int) -> float:
+    """Bytes that one of n chips receives in a ring, from the shapes on the left of the instruction.
+
+    The left side of a `-start` holds operands and results (and, for permutes, two flags); of several arrays that were
+    combined into one collective, all count.
+    """
+    kind = op.removesuffix("-start")
+    if op.endswith("-start") and kind != "all-reduce":
+        # Operands and results lie side by side: the larger half is what a gather makes and a scatter starts from.
+        size = max(sum(shapes[: len(shapes) // 2]), sum(shapes[len(shapes) // 2 :])) if len(shapes) > 1 else sum(shapes)
+        if kind == "collective-permute":
+            return max(shapes, default=0)
+        return size * (n - 1) / n
+    size = sum(shapes)
     if kind == "all-reduce":
-        return 2 * large * (n - 1) / n
-    if kind == "reduce-scatter":  # the result is the small part
-        return (small if len(shapes) > 1 else large) * (n - 1)
-    if kind == "collective-permute":
-        return large
-    return large * (n - 1) / n
+        return 2 * size * (n - 1) / n
+    if kind == "reduce-scatter":  # the result is one part of n
+        return size * (n - 1)
+    return size if kind == "collective-permute" else size * (n - 1) / n
 
 
 def _axes(group: Sequence[int], mesh_shape: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
@@ -184,12 +191,10 @@ def collectives(
             group = _group(line)
             if group is None or len(group) < 2:
                 continue
-            left = line[: line.index(f"{op}(")]
-            out.append(
-                Collective(
-                    kind, _axes(group, mesh_shape, names), _received(kind, _bytes(left), len(group)), times[name]
-                )
-            )
+            received = _received(op, _bytes(line[: line.index(f"{op}(")]), len(group))
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                kind, received = "reduce-scatter", received / 2  # fused with the slice that follows: half the bytes
+            out.append(Collective(kind, _axes(group, mesh_shape, names), received, times[name]))
     return out
 
 

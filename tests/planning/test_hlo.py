@@ -67,8 +67,14 @@ HLO = """HloModule m
   ROOT %s = f32[] add(%a, %b)
 }
 
+%all-reduce-scatter.2 (a: f32[8,16]) -> f32[2,16] {
+  %both = (f32[8,16]{1,0}, f32[8,2]{1,0}) all-reduce(%a, %b), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %ds = f32[2,16]{1,0} dynamic-slice(%both, %i), dynamic_slice_sizes={2,16}
+}
+
 ENTRY %main (x: bf16[4]) -> bf16[4] {
   %w = (s32[], bf16[4]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"36"}}
+  %fused = f32[2,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.2
   %rs = f32[2,8]{1,0} reduce-scatter(%z), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%add
   %cp = bf16[10]{0} collective-permute(%q), source_target_pairs={{0,2},{2,4},{4,6},{6,0}}
   ROOT %r = bf16[4] get-tuple-element(%w), index=1
@@ -96,14 +102,17 @@ def test_every_way_to_write_groups(groups, want):
 
 def test_text_of_a_tpu_program():
     bodies, entry = computations(HLO)
-    assert entry == "main" and set(bodies) == {"body", "cond", "add", "main"}
+    assert entry == "main" and set(bodies) == {"body", "cond", "add", "main", "all-reduce-scatter.2"}
     assert operation(bodies["main"][0][1]) == "while"
     assert loops(HLO) == [36]
     bare = HLO.replace(', backend_config={"known_trip_count":{"n":"36"}}', "")
     assert loops(bare) == []  # the bound is data
     counted = bare.replace("  ROOT %lt", "  %b = s32[]{:T(128)} constant(28)\n  ROOT %lt")
     assert loops(counted) == [28]
-    found = {c.kind: c for c in collectives(HLO, SHAPE, MESH_AXES)}
+    every = collectives(HLO, SHAPE, MESH_AXES)
+    found = {c.kind: c for c in every}
+    fused = next(c for c in every if c.kind == "reduce-scatter" and c.received != 64 * 3)
+    assert fused.axes == ("fsdp",) and fused.received == (8 * 16 + 8 * 2) * 4 * 3 / 4
     assert found["all-gather"].axes == ("fsdp", "tensor") and found["all-gather"].times == 36
     assert found["all-gather"].received == 64 * 128 * 2 * 7 / 8
     assert found["all-reduce"].axes == ("tensor",) and found["all-reduce"].received == 2 * 64 / 2
