@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from envace_jax.text.transcript import AssistantOutput, Observation, Step, ToolCall, Turn
 
 from envace_jax.config import UserError
 from envace_jax.datasets.cm2 import ChecklistItem
 from envace_jax.rewards.judge import NO_RULE, JudgeRequest, RuleJudge
 from envace_jax.rewards.verifiers import check_rule, is_accepted, json_equal, states, verify
+from envace_jax.text.transcript import AssistantOutput, Observation, Step, ToolCall, Turn
 
 pytestmark = pytest.mark.quick
 
