@@ -95,7 +95,7 @@ def test_bfcl_traces_build_simulate_and_replay() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.xfail(reason="the terminal needs namespaces that not every sandbox gives, or is slow: to be mended", strict=False)
+@pytest.mark.xfail(reason="its waits are too short for a loaded machine: to be mended", strict=False)
 def test_the_terminal_answers_waits_continues_and_forgets() -> None:
     task = Task("t", "x", (), (), (), {"initial_state": {"files": {"a.txt": "alpha\n", "d/b.txt": "beta\n"}}})
     terminal = TerminalEnvironment()
