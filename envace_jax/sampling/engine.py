@@ -18,10 +18,11 @@ import numpy as np
 from envace_jax.config import UserError
 from envace_jax.model.qwen3 import ForwardOptions, Params
 from envace_jax.model.spec import Qwen3Spec
-from envace_jax.sampling.pool import Completion, Live, Pool, Request, SamplingParams
+from envace_jax.sampling.pool import Pool
 from envace_jax.sampling.programs import Programs, Shapes
+from envace_jax.sampling.request import Completion, Guide, Live, Request, SamplingParams
 
-__all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams"]
+__all__ = ["Completion", "Engine", "EngineConfig", "Guide", "Request", "SamplingParams"]
 
 COUNTERS = (
     "requests",
@@ -34,6 +35,8 @@ COUNTERS = (
     "chunks",
     "rows_nan",
     "cancelled",
+    "tokens_drafted",
+    "tokens_guessed_right",
     "seconds_waiting",
     "seconds_in_step",
 )
@@ -50,6 +53,8 @@ class EngineConfig:
     chunk: tokens a live row may gain before the host looks. prefill_chunk: tokens of a prompt in one program call.
     min_share: fewest common tokens for which a prompt waits for another one that is being prefilled.
     patience: iterations that the live rows may lose, on average, to rows that stopped before a chunk returns early.
+    draft: tokens that prompt look-up guesses ahead of every live row (0: off). Outputs stay the same; it pays where
+    few rows are decoded and outputs repeat what their prompts say.
     unroll_layers: compile layers one by one instead of scanning them; default: on CPU only.
     """
 
@@ -60,6 +65,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     min_share: int = 16
     patience: float = 1.0
+    draft: int = 0
     unroll_layers: bool | None = None
 
 
@@ -80,6 +86,8 @@ class Engine:
         options: ForwardOptions = ForwardOptions(),
         mesh: jax.sharding.Mesh | None = None,
     ):
+        if config.draft >= config.chunk:
+            raise UserError(f"draft={config.draft} must be smaller than chunk={config.chunk}")
         self.spec, self.config, self.seed = spec, config, seed
         shapes = Shapes.plan(
             slots=config.slots,
@@ -109,7 +117,12 @@ class Engine:
         pool = self._pools.get(name)
         if pool is None:
             pool = self._pools[name] = Pool(
-                self.run, self.seed, self.config.min_share, self.config.patience, self._counters
+                self.run,
+                self.seed,
+                min_share=self.config.min_share,
+                patience=self.config.patience,
+                draft=self.config.draft,
+                counters=self._counters,
             )
         if pool.live or pool.waiting:
             raise RuntimeError(f"set_params('{name}') while requests are in flight: drain or cancel them first")
@@ -191,9 +204,12 @@ class Engine:
         """A parameter set as the programs read it."""
         return self._pools[name].params
 
-    def warm_up(self) -> list[str]:
-        """Compiles every program the engine can ask for; afterwards any further compilation is counted."""
-        lines = list(self.run.warm_up(self._pools["policy"].params))
+    def warm_up(self, guided: bool = False) -> list[str]:
+        """Compiles every program the engine can ask for (`guided`: also those of requests with a guide).
+
+        Afterwards any further compilation is counted.
+        """
+        lines = list(self.run.warm_up(self.params(), self.config.draft, guided))
         self._compiled_at_warm_up = self.run.n_compiled
         return lines
 

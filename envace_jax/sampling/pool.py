@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -20,59 +20,11 @@ import numpy as np
 from envace_jax.model.kv_cache import KVCache
 from envace_jax.sampling import programs
 from envace_jax.sampling.programs import FINISH, RUNNING, Programs
+from envace_jax.sampling.request import Completion, Live
 from envace_jax.sampling.sampler import request_key
 
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 256
-    stop_ids: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One segment to sample.
-
-    `key` is folded with the run's seed into the sampling key: equal keys give equal samples whatever else is in
-    the batch. A request whose prompt extends the finished row of the same `affinity` goes on in that row; until
-    `Engine.release(affinity)` the row is kept in preference to others.
-    """
-
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    key: tuple[int, ...]
-    affinity: Hashable = None
-    param_set: str = "policy"
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What a request got: sampled ids (the stop id included), their log-probabilities, and why it ended.
-
-    `finish` is stop, length, cancelled (with what was sampled so far) or nan (with what was sampled before).
-    """
-
-    request_id: int
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: str
-
-
-@dataclasses.dataclass
-class Live:
-    """A request on its way, from `submit` to its completion."""
-
-    id: int
-    request: Request
-    prompt: np.ndarray
-    limit: int
-    ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+NGRAMS = (3, 2)
+"""Lengths of the runs of tokens that prompt look-up searches for, longest first."""
 
 
 @dataclasses.dataclass
@@ -87,8 +39,11 @@ class _Phase:
 class Pool:
     """Lanes and shelf of one parameter set."""
 
-    def __init__(self, run: Programs, seed: int, min_share: int, patience: float, counters: dict[str, float]):
+    def __init__(
+        self, run: Programs, seed: int, min_share: int, patience: float, draft: int, counters: dict[str, float]
+    ):
         self.run, self.seed, self.min_share, self.patience = run, seed, min_share, patience
+        self.draft = draft
         self.counters = counters
         self.params: Any = None
         shapes = run.shapes
@@ -287,7 +242,7 @@ class Pool:
         self.counters["tokens_prefilled"] += sum(end - start for _, start, end in todo)
         while todo:
             todo.sort(key=lambda item: item[1] - item[2])
-            rows, piece = shapes.prefill_for([end - start for _, start, end in todo])
+            rows, piece = shapes.prefill_for([end - start for _, start, end in todo], length)
             part, todo = todo[:rows], todo[rows:]
             tokens = np.zeros((rows, piece), np.int32)
             places = np.full((rows, 2), [self.slots, 0], np.int32)
@@ -311,9 +266,39 @@ class Pool:
         if not self.live:
             return
         self._fit_lanes(shrink=True)
-        patience = max(1, int(self.patience * len(self.live)))
-        self.lanes, out, logps = self.run.decode(self.params, self.lanes, self.ints, self.floats, patience)
+        guided = [lane for lane, live in self.live.items() if live.request.guide is not None]
+        # Copies: a device may read what it was handed long after this returns, and this changes before the next chunk.
+        arrays = (self.ints.copy(), self.floats.copy())
+        if guided:
+            allowed = np.ones((self.slots, self.run.spec.vocab_size), bool)
+            for lane in guided:
+                allowed[lane] = self.live[lane].request.guide.allowed()
+            drafts = np.zeros((self.slots, 0), np.int32)
+            self.lanes, out, logps = self.run.verify(self.params, self.lanes, drafts, allowed, *arrays)
+        elif self.draft:
+            drafts = self._guesses()
+            self.lanes, out, logps = self.run.verify(self.params, self.lanes, drafts, None, *arrays)
+        else:
+            patience = max(1, int(self.patience * len(self.live)))
+            self.lanes, out, logps = self.run.decode(self.params, self.lanes, *arrays, patience)
         self.flying = dict(self.live), out, logps
+
+    def _guesses(self) -> np.ndarray:
+        """Prompt look-up: what followed the last place in the row where its latest tokens stood, -1 where nothing."""
+        drafts = np.full((self.slots, self.draft), -1, np.int32)
+        for lane in self.live:
+            row = self.tokens[lane, : self.valid[lane] + 1]  # the pending token included
+            for n in NGRAMS:
+                if len(row) <= n:
+                    continue
+                windows = np.lib.stride_tricks.sliding_window_view(row[:-1], n)
+                places = np.flatnonzero((windows == row[-n:]).all(axis=1))
+                if len(places):
+                    found = row[places[-1] + n :][: self.draft]
+                    drafts[lane, : len(found)] = found
+                    self.counters["tokens_drafted"] += len(found)
+                    break
+        return drafts
 
     def collect(self) -> list[Completion]:
         """Waits for the chunk in flight and returns the requests that it ended."""
@@ -324,12 +309,13 @@ class Pool:
         start = time.perf_counter()
         out, logps = np.asarray(out_device), np.asarray(logps_device)
         self.counters["seconds_waiting"] += time.perf_counter() - start
-        chunk = self.run.shapes.chunk
+        chunk = logps.shape[1]
         counts, codes = out[:, chunk], out[:, chunk + 1]
         self.counters["chunks"] += 1
         self.counters["slot_iterations"] += int(out[:, chunk + 2].max()) * self.slots
         self.counters["tokens_sampled"] += int(counts.sum())
-        finished = []
+        self.counters["tokens_guessed_right"] += int(np.maximum(counts - out[:, chunk + 2], 0).sum())
+        finished, broken = [], []
         for lane, live in flying.items():
             if self.live.get(lane) is not live:
                 continue  # cancelled meanwhile
@@ -337,6 +323,9 @@ class Pool:
             if n:
                 ids = out[lane, :n]
                 live.ids += ids.tolist()
+                if live.request.guide is not None:
+                    for token in ids.tolist():
+                        live.request.guide.accept(token)
                 live.logprobs += logps[lane, :n].tolist()
                 at = int(self.valid[lane]) + 1
                 self.tokens[lane, at : at + n] = ids[: self.tokens.shape[1] - at]
@@ -347,6 +336,10 @@ class Pool:
                 ints[programs.REMAINING] -= n
             if codes[lane] != RUNNING:
                 finished.append(self._close(lane, FINISH[int(codes[lane])]))
+                if finished[-1].finish == "nan":
+                    broken.append(lane)
+        if broken:
+            self.lanes = self.run.wipe(self.lanes, broken)
         return finished
 
     def _close(self, lane: int, finish: str) -> Completion:

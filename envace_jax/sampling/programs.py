@@ -51,22 +51,19 @@ class Shapes:
     ) -> Shapes:
         """Ladders for the sizes of an engine.
 
-        Lanes are a quarter, half or all of `max_length + chunk` long. A prefill call takes R rows of P tokens: P
-        from 16 by factors of four to `prefill_chunk`, R from `slots` down so that R * P stays near
-        4 * prefill_chunk.
+        Lanes are a quarter, half or all of `max_length + chunk` long. A prefill call takes R rows of P tokens: P in
+        at most three steps from 16 to `prefill_chunk`, R such that R * P is `4 * prefill_chunk`, or a quarter of that.
         """
         top = -(-(max_length + chunk) // 16) * 16
         lengths = sorted({max(64, -(-top // (16 * cut)) * 16) for cut in (4, 2)} | {top})
         lengths = [n for n in lengths if n <= top]
-        pieces, p = [], min(16, prefill_chunk)
-        while p < prefill_chunk:
-            pieces.append(p)
-            p *= 4
-        pieces.append(prefill_chunk)
+        prefill_chunk = min(prefill_chunk, top)
+        smallest = min(16, prefill_chunk)
+        middle = int((smallest * prefill_chunk) ** 0.5) // 16 * 16
         prefill = []
-        for p in pieces:
-            widest = max(1, min(slots, max(4 * prefill_chunk // p, 1)))
-            prefill += [(r, p) for r in sorted({widest, max(1, widest // 8)})]
+        for p in sorted({smallest, max(smallest, middle), prefill_chunk}):
+            widest = max(1, min(slots, 4 * prefill_chunk // p))
+            prefill += [(r, p) for r in sorted({widest, max(1, widest // 4)})]
         copies = tuple(sorted({min(8, slots), slots}))
         return cls(slots, shelf, chunk, stop_ids, tuple(lengths), tuple(prefill), copies)
 
@@ -74,9 +71,9 @@ class Shapes:
         """The smallest lane length that holds `positions`."""
         return next(n for n in self.lengths if n >= positions)
 
-    def prefill_for(self, remaining: list[int]) -> tuple[int, int]:
-        """(R, P) for a call over rows that still need `remaining` tokens, longest first."""
-        pieces = sorted({p for _, p in self.prefill})
+    def prefill_for(self, remaining: list[int], length: int) -> tuple[int, int]:
+        """(R, P) for a call over rows of `length` that still need `remaining` tokens, longest first."""
+        pieces = sorted({p for _, p in self.prefill if p <= length})
         p = next((p for p in pieces if p >= remaining[0]), pieces[-1])
         rows = [r for r, q in self.prefill if q == p]
         return next((r for r in rows if r >= len(remaining)), rows[-1]), p
@@ -85,8 +82,8 @@ class Shapes:
         return next((r for r in self.copies if r >= n), self.copies[-1])
 
     def contexts(self, piece: int, length: int) -> tuple[int, ...]:
-        """How many positions a prefill of `piece` tokens may read in lanes of `length`."""
-        return tuple(n for n in self.lengths if piece <= n <= length)
+        """How many positions a prefill of `piece` tokens may read in lanes of `length`: few, or all."""
+        return tuple(n for n in sorted({self.lengths[0], length}) if piece <= n <= length)
 
 
 def decode(
@@ -190,6 +187,21 @@ def prefill(
     Rows are read up to `context` positions. A row index out of range computes and writes nothing (padding).
     """
     rows_R, starts_R = places_Rx2[:, 0], places_Rx2[:, 1]
+    return _feed(params, main, tokens_RxP, rows_R, starts_R, spec=spec, options=options, context=context)[1]
+
+
+def _feed(
+    params: Any,
+    main: KVCache,
+    tokens_RxP: jax.Array,
+    rows_R: jax.Array,
+    starts_R: jax.Array,
+    *,
+    spec: Qwen3Spec,
+    options: qwen3.ForwardOptions,
+    context: int,
+) -> tuple[jax.Array, KVCache]:
+    """Runs P tokens a row through the model, writing their keys and values; hidden states [R, P, D] and cache."""
     positions_RxP = starts_R[:, None] + jnp.arange(tokens_RxP.shape[1])[None]
     rules = options.rules
     heads, kv = rules.spec(None, None, "heads", None), rules.spec(None, None, "kv_heads", None)
@@ -205,13 +217,62 @@ def prefill(
         arrays = (carry, q, k, v, rows_R, starts_R, positions_RxP)
         specs = (cache_spec, heads, kv, kv, P(None), P(None), P(None, None))
         if main.stacked:
-            window_ = kv_cache.local(window, (P(), *specs), (cache_spec, heads))
-            return window_(layer, *arrays)
+            return kv_cache.local(window, (P(), *specs), (cache_spec, heads))(layer, *arrays)
         # Unrolled, the index is a number: it must stay one.
         return kv_cache.local(functools.partial(window, layer), specs, (cache_spec, heads))(*arrays)
 
     x_RxPxD = qwen3.embed(params, tokens_RxP, options)
-    return qwen3.decoder(params, spec, x_RxPxD, positions_RxP, attend, main, options=options)[1]
+    return qwen3.decoder(params, spec, x_RxPxD, positions_RxP, attend, main, options=options)
+
+
+def verify(
+    params: Any,
+    main: KVCache,
+    drafts_BxD: jax.Array,
+    allowed_BxV: jax.Array | None,
+    ints_BxN: jax.Array,
+    floats_Bx2: jax.Array,
+    *,
+    spec: Qwen3Spec,
+    options: qwen3.ForwardOptions,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """One forward pass over every live row's pending token and D guessed ones; keeps the guesses that come true.
+
+    Each position is sampled with its own key as in `decode`, so the tokens are those that `decode` would give: a guess
+    is only ever a way to have them sooner. Guesses of -1 never come true. `allowed_BxV` (with D = 0) takes tokens out
+    of the distribution that is sampled and scored. Returns what `decode` returns, for a chunk of D + 1.
+    """
+    b, d = drafts_BxD.shape
+    length_B, limit_B = ints_BxN[:, LENGTH_COLUMN], ints_BxN[:, REMAINING]
+    live_B = limit_B > 0
+    keys_Bx2 = jax.lax.bitcast_convert_type(ints_BxN[:, KEY : KEY + 2], jnp.uint32)
+    tokens_BxP = jnp.concatenate([ints_BxN[:, PENDING : PENDING + 1], jnp.maximum(drafts_BxD, 0)], axis=1)
+    rows_B = jnp.where(live_B, jnp.arange(b), b)
+    hidden_BxPxD, main = _feed(
+        params, main, tokens_BxP, rows_B, length_B, spec=spec, options=options, context=main.length
+    )
+    logits_BxPxV = qwen3.unembed(params, hidden_BxPxD, options)
+    if allowed_BxV is not None:
+        logits_BxPxV = jnp.where(allowed_BxV[:, None], logits_BxPxV, -jnp.inf)
+    each = lambda x_B: jnp.repeat(x_B, d + 1)  # noqa: E731
+    sampled, logp = sample(
+        logits_BxPxV.reshape(b * (d + 1), -1),
+        position_uniforms(keys_Bx2, length_B, d + 1).reshape(-1),
+        each(floats_Bx2[:, 0]),
+        each(floats_Bx2[:, 1]),
+        each(ints_BxN[:, TOP_K]),
+    )
+    sampled_BxP, logp_BxP = sampled.reshape(b, d + 1), logp.reshape(b, d + 1)
+    finite_BxP = jnp.isfinite(logp_BxP)
+    stops_BxP = jnp.any(sampled_BxP[..., None] == ints_BxN[:, None, STOPS:], axis=-1)
+    full_BxP = jnp.arange(1, d + 2)[None] >= limit_B[:, None]
+    code_BxP = jnp.where(finite_BxP, jnp.where(stops_BxP, STOP, jnp.where(full_BxP, LENGTH, RUNNING)), NAN)
+    goes_on_BxD = (code_BxP[:, :-1] == RUNNING) & (sampled_BxP[:, :-1] == drafts_BxD)
+    last_B = jnp.cumprod(goes_on_BxD, axis=1, dtype=jnp.int32).sum(axis=1)
+    code_B = jnp.where(live_B, jnp.take_along_axis(code_BxP, last_B[:, None], axis=1)[:, 0], RUNNING)
+    count_B = jnp.where(live_B, last_B + (code_B != NAN), 0)
+    facts_Bx3 = jnp.stack([count_B, code_B, jnp.ones_like(count_B)], axis=1)
+    return main, jnp.concatenate([sampled_BxP, facts_Bx3], axis=1), logp_BxP
 
 
 def hand_over(params: Any, *, spec: Qwen3Spec, dtype: Any, stacked: bool, specs: Any = None) -> Any:
@@ -235,6 +296,12 @@ def copy(target: KVCache, source: KVCache, moves_Rx2: jax.Array, *, length: int,
 def copy_within(cache: KVCache, moves_Rx2: jax.Array, *, length: int, rules: Rules) -> KVCache:
     """`copy` inside one cache."""
     return copy(cache, cache, moves_Rx2, length=length, rules=rules)
+
+
+def wipe(cache: KVCache, rows_R: jax.Array, *, rules: Rules) -> KVCache:
+    """See `kv_cache.wipe_rows`."""
+    layout = kv_cache.cache_spec(rules, stacked=cache.stacked)
+    return kv_cache.local(kv_cache.wipe_rows, (layout, P(None)), layout)(cache, rows_R)
 
 
 def resize(cache: KVCache, *, length: int) -> KVCache:
@@ -326,6 +393,20 @@ class Programs:
         function = functools.partial(decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk)
         return self._program("decode", (main.rows, main.length), function, 1, args)(*args)
 
+    def verify(
+        self,
+        params: Any,
+        main: KVCache,
+        drafts: np.ndarray,
+        allowed: np.ndarray | None,
+        ints: np.ndarray,
+        floats: np.ndarray,
+    ) -> Any:
+        args = (params, main, drafts, allowed, ints, floats)
+        function = functools.partial(verify, spec=self.spec, options=self.options)
+        key = (main.length, drafts.shape[1], allowed is not None)
+        return self._program("verify", key, function, 1, args)(*args)
+
     def prefill(self, params: Any, main: KVCache, tokens: np.ndarray, places: np.ndarray, context: int) -> KVCache:
         args = (params, main, tokens, places)
         function = functools.partial(prefill, spec=self.spec, options=self.options, context=context)
@@ -340,17 +421,31 @@ class Programs:
         function = functools.partial(copy, length=length, rules=self.options.rules)
         return self._program("copy", key, function, 0, (target, source, moves))(target, source, moves)
 
+    def wipe(self, cache: KVCache, rows: list[int]) -> KVCache:
+        array = np.full(self.shapes.slots, self.shapes.slots, np.int32)
+        array[: len(rows)] = rows
+        function = functools.partial(wipe, rules=self.options.rules)
+        return self._program("wipe", (cache.length,), function, 0, (cache, array))(cache, array)
+
     def resize(self, cache: KVCache, length: int) -> KVCache:
         function = functools.partial(resize, length=length)
         return self._program("resize", (cache.length, length), function, None, (cache,))(cache)
 
-    def warm_up(self, params: Any) -> Iterator[str]:
+    def warm_up(self, params: Any, draft: int, guided: bool) -> Iterator[str]:
         """Compiles everything the ladder can ask for; yields a line per program group."""
         shapes = self.shapes
         for length in shapes.lengths:
             main = self.cache(shapes.slots, length)
             ints = np.zeros((shapes.slots, STOPS + shapes.stop_ids), np.int32)
-            main, _, _ = self.decode(params, main, ints, np.ones((shapes.slots, 2), np.float32), 1)
+            floats = np.ones((shapes.slots, 2), np.float32)
+            if draft:
+                drafts = np.zeros((shapes.slots, draft), np.int32)
+                main, _, _ = self.verify(params, main, drafts, None, ints, floats)
+            else:
+                main, _, _ = self.decode(params, main, ints, floats, 1)
+            if guided:
+                allowed = np.ones((shapes.slots, self.spec.vocab_size), bool)
+                main, _, _ = self.verify(params, main, np.zeros((shapes.slots, 0), np.int32), allowed, ints, floats)
             for rows, piece in shapes.prefill:
                 if piece > length:
                     continue
@@ -364,6 +459,7 @@ class Programs:
                     shelf = self.cache(shapes.shelf, shapes.lengths[-1])
                     main = self.copy(main, shelf, moves)
                     shelf = self.copy(shelf, main, moves)
+            main = self.wipe(main, [0])
             for other in shapes.lengths:
                 if other != length:
                     self.resize(main, other)

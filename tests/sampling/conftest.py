@@ -13,7 +13,8 @@ from plain import SPEC, make_params
 
 from envace_jax.sampling.engine import Engine, EngineConfig
 
-SMALL = EngineConfig(slots=4, shelf=3, max_length=88, chunk=8, prefill_chunk=32, min_share=4)
+SMALL = EngineConfig(slots=4, shelf=3, max_length=56, chunk=8, prefill_chunk=16, min_share=4)
+LONG = EngineConfig(slots=2, shelf=2, max_length=72, chunk=8, prefill_chunk=16, min_share=4)
 
 
 @pytest.fixture(scope="session")
