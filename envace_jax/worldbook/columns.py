@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap
@@ -147,8 +148,14 @@ class Sample:
         return self._scope
 
 
+@lru_cache(maxsize=20_000)
+def _compiled(key: str) -> Any:
+    return compile_term(json.loads(key))
+
+
 def evaluate(term: Any, samples: Sequence[Sample], rank: int) -> Column:
-    run = compile_term(term)
+    """The column of a term; the same few terms come back for every branch, so their closures are kept."""
+    run = _compiled(term_key(term))
     return Column(term, [run(s.scope()) for s in samples], rank)
 
 

@@ -85,6 +85,7 @@ def renamed_desk(count: int, split: str) -> list[TraceEpisode]:
     return out
 
 
+@pytest.mark.long
 def test_a_variant_of_the_desk_with_other_names_and_another_ceiling_passes_too() -> None:
     book = build_worldbook(renamed_desk(500, "train"), config=BuildConfig(folds=2))
     count = replay_rules(book, renamed_desk(200, "heldout"), floor=0.9)
