@@ -133,7 +133,7 @@ def computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
             current = match.group(2)
             found[current] = []
             entry = current if match.group(1) else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # a kernel's own text may begin a line with more of them
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
             found[current].append((match.group(2), match.group(3)))

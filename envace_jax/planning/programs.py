@@ -6,12 +6,14 @@ it says it needed is kept, so that a report can be made of that as well.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -59,12 +61,27 @@ class Program:
         return self.temporaries + self.code + max(0, self.output - self.aliased)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what libtpu writes to file descriptor 2 while it looks for chips that are not there."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def tpu_devices(slice_: Slice) -> Sequence[Any]:
     """Device descriptions of a TPU slice; raises `UserError` where libtpu is missing or knows no such slice."""
     from jax.experimental import topologies
 
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=slice_.name).devices
+        with _quiet():
+            return topologies.get_topology_desc(platform="tpu", topology_name=slice_.name).devices
     except Exception as error:
         what = str(error).splitlines()[0][:200]
         raise UserError(

@@ -37,7 +37,6 @@ def small():
     return cfg
 
 
-@pytest.mark.xfail(reason="slices of one chip need their own host bounds in libtpu: to be mended", strict=False)
 def test_decode_reads_its_cache_in_place():
     cfg = small()
     decode, prefill = programs.sampler_programs(cfg, DENSE, programs.sampler_mesh(cfg, parse_slice("v6e:1x1")))
@@ -100,7 +99,6 @@ def test_expert_layer_compiles_with_both_exchanges(exchange):
     assert program.fits and ("ragged-all-to-all" in kinds) == (exchange == "ragged"), kinds
 
 
-@pytest.mark.xfail(reason="slices of one chip need their own host bounds in libtpu: to be mended", strict=False)
 def test_a_program_too_large_is_a_result():
     cfg = small()
     cfg.rollout.slots = cfg.rollout.live_episodes = 1024

@@ -55,6 +55,9 @@ HLO = """HloModule m
 
 %body (p: (s32[], bf16[4])) -> (s32[], bf16[4]) {
   %ag = (bf16[8,128]{1,0}, bf16[64,128]{1,0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
+  %kernel = f32[4]{0} custom-call(%x), backend_config={"text": "{
+}}, more
+"}
   %ar = f32[16]{0:T(256)} all-reduce(%y), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
   ROOT %t = (s32[], bf16[4]) tuple(%a, %b)
 }
