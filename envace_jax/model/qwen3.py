@@ -83,6 +83,10 @@ class BlockCall:
     replay_BxTxK: jax.Array | None = None
 
 
+HEADS = ("q", "k", "v")
+"""Weights whose output axes are heads and head size."""
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last axis, in float32, returned in x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -138,10 +142,15 @@ class Block(nnx.Module):
 
         def w(name: str) -> jax.Array:
             # In the compute dtype, whole along the axis that data parallelism cuts.
-            return gather(rules, getattr(self, name)[...].astype(options.dtype), *PARAM_AXES[f"layers/{name}"][1:])
+            value = getattr(self, name)[...].astype(options.dtype)
+            return gather(rules, value, *PARAM_AXES[f"layers/{name}"][1 : 1 + value.ndim])
 
         def dot(equation: str, y: jax.Array, name: str, out_sharding: Any = None) -> jax.Array:
-            out = jnp.einsum(equation, y, w(name), out_sharding=out_sharding)
+            weight = w(name)
+            if name in HEADS and weight.ndim == 2:  # `flatten_heads`
+                out = jnp.einsum("btd,df->btf", y, weight).reshape(*y.shape[:2], -1, spec.head_dim)
+            else:
+                out = jnp.einsum(equation, y, weight, out_sharding=out_sharding)
             if call.adapters is not None and name in call.adapters:
                 out += adapter_term(equation, y, name, call.adapters[name], options, out_sharding)
             return out
@@ -204,6 +213,25 @@ def init_params(spec: Qwen3Spec, key: jax.Array, dtype: Any = jnp.float32) -> Pa
 def param_shapes(spec: Qwen3Spec, dtype: Any = jnp.float32) -> Params:
     """The same tree as `jax.ShapeDtypeStruct`s: nothing is allocated."""
     return jax.eval_shape(lambda: init_params(spec, jax.random.key(0), dtype))
+
+
+def flatten_heads(params: Params) -> Params:
+    """Stacked q, k and v with heads and head size as one axis, [L, D, H Dh]: how a sampler holds them.
+
+    A TPU tiles the last two axes of an array. A product over D cannot read [D, H, Dh] in its tiles, so every program
+    would first copy these weights (1.7 GiB for 8B). Parameters that are flat already are returned as they are.
+    """
+    layers = params["layers"]
+    return {**params, "layers": layers | {name: _flat(layers[name]) for name in HEADS}}
+
+
+@jax.jit
+def _flatten(w_LxDxHxDh: jax.Array) -> jax.Array:
+    return w_LxDxHxDh.reshape(*w_LxDxHxDh.shape[:2], -1)
+
+
+def _flat(w: jax.Array) -> jax.Array:
+    return w if w.ndim == 3 else _flatten(w)
 
 
 @functools.cache

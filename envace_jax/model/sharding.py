@@ -147,7 +147,7 @@ def param_path(path: Sequence[Any]) -> str:
 def param_shardings(params: Any, mesh: Mesh, rules: Rules) -> Any:
     """NamedShardings for a parameter tree (arrays or shapes)."""
 
-    def one(path: Sequence[Any], _: Any) -> NamedSharding:
-        return NamedSharding(mesh, rules.spec(*PARAM_AXES[param_path(path)]))
+    def one(path: Sequence[Any], leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, rules.spec(*PARAM_AXES[param_path(path)][: leaf.ndim]))
 
     return jax.tree_util.tree_map_with_path(one, params)

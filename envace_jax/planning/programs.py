@@ -211,7 +211,7 @@ def sampler_programs(cfg: ConfigDict, spec: Any, mesh: Any) -> list[Program]:
 
     from envace_jax.build import engine_config
     from envace_jax.model.kv_cache import KVCache
-    from envace_jax.model.qwen3 import ForwardOptions, param_shapes
+    from envace_jax.model.qwen3 import ForwardOptions, flatten_heads, param_shapes
     from envace_jax.model.sharding import SAMPLER, param_shardings
     from envace_jax.sampling import programs
 
@@ -224,7 +224,7 @@ def sampler_programs(cfg: ConfigDict, spec: Any, mesh: Any) -> list[Program]:
         prefill_chunk=config.prefill_chunk,
     )
     options = ForwardOptions(dtype=jnp.bfloat16, rules=SAMPLER)
-    weights = param_shapes(spec, jnp.bfloat16)
+    weights = jax.eval_shape(flatten_heads, param_shapes(spec, jnp.bfloat16))
     params = with_shardings(weights, param_shardings(weights, mesh, SAMPLER))
     length = shapes.lengths[-1]
     cache_shape = (spec.n_layers, config.slots, spec.n_kv_heads, length, spec.head_dim)

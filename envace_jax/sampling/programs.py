@@ -353,7 +353,7 @@ class Programs:
             if target is not None:
                 same &= jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, params, target))
             if same and self.stacked:
-                return params
+                return qwen3.flatten_heads(params)
             function = functools.partial(
                 hand_over,
                 spec=self.spec,
@@ -364,7 +364,8 @@ class Programs:
             key = _signature(params)
             if key not in self._hand_over:
                 self._hand_over[key] = jax.jit(function)
-            return self._hand_over[key](params)
+            params = self._hand_over[key](params)
+            return qwen3.flatten_heads(params) if self.stacked else params
 
     def cache(self, rows: int, length: int) -> KVCache:
         sharding = None

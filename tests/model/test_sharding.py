@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from envace_jax.config import UserError
-from envace_jax.model.qwen3 import ForwardOptions, forward, init_params
-from envace_jax.model.sharding import PARAM_AXES, Rules, make_mesh, param_shardings
+from envace_jax.model.qwen3 import ForwardOptions, flatten_heads, forward, init_params
+from envace_jax.model.sharding import PARAM_AXES, SAMPLER, Rules, make_mesh, param_shardings
 from envace_jax.model.spec import PRESETS
 
 DENSE = dataclasses.replace(PRESETS["tiny"], n_heads=8, n_kv_heads=8, head_dim=4, vocab_size=64, d_ff=32, d_model=32)
@@ -139,3 +139,21 @@ def test_rules_name_every_parameter_and_known_axes():
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(UserError, match="asks for 16 devices, 8 are there"):
         make_mesh(fsdp=16)
+
+
+@pytest.mark.quick
+def test_flat_heads_are_the_same_model():
+    params = init_params(DENSE, jax.random.key(0))
+    flat = flatten_heads(params)
+    assert flat["layers"]["q"].shape == (2, 32, 32) and flatten_heads(flat)["layers"]["q"] is flat["layers"]["q"]
+    rows = [jnp.asarray(x) for x in (TOKENS, POSITIONS, SEGMENTS)]
+    want = jax.jit(lambda p: forward(p, DENSE, *rows))(params)
+    np.testing.assert_allclose(jax.jit(lambda p: forward(p, DENSE, *rows))(flat), want, atol=1e-5)
+    mesh = make_mesh(tensor=8)
+    with jax.set_mesh(mesh):
+        placed = flatten_heads(jax.device_put(params, param_shardings(params, mesh, SAMPLER)))
+        for leaf, sharding in zip(jax.tree.leaves(placed), jax.tree.leaves(param_shardings(placed, mesh, SAMPLER))):
+            assert leaf.sharding == sharding
+        options = ForwardOptions(rules=SAMPLER)
+        got = jax.jit(lambda p: forward(p, DENSE, *rows, options=options))(placed)
+    np.testing.assert_allclose(got, want, atol=1e-5)
