@@ -67,7 +67,8 @@ class TerminalEnvironment:
             command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *command]
             for path in (self.folder, *self.folder.rglob("*")):
                 os.chown(path, 65534, 65534)
-        limits = 'ulimit -t 60 -f 65536 -u 256 2>/dev/null; exec "$@"'
+        # A shell that is not interactive drops PS1, so the prompts go in after the limits.
+        limits = f"ulimit -t 60 -f 65536 -u 256 2>/dev/null; exec env PS1='{PROMPT}' PS2='{CONTINUATION}' \"$@\""
         self._screen, slave = pty.openpty()
         self.process = subprocess.Popen(
             ["bash", "-c", limits, "limits", *command],
@@ -76,9 +77,14 @@ class TerminalEnvironment:
             stderr=slave,
             cwd=self.folder,
             start_new_session=True,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "PS1": PROMPT, "PS2": CONTINUATION, "TERM": "dumb",
-                 "LC_ALL": "C.UTF-8", "HISTFILE": "/dev/null"},
-        )  # fmt: skip
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(self.folder),
+                "TERM": "dumb",
+                "LC_ALL": "C.UTF-8",
+                "HISTFILE": "/dev/null",
+            },
+        )
         os.close(slave)
         fcntl.fcntl(self._screen, fcntl.F_SETFL, os.O_NONBLOCK)
         shown = self._read(2.0, until_prompt=True)

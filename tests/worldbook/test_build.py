@@ -89,11 +89,11 @@ def test_rules_of_a_model_are_believed_only_as_far_as_replay_bears_them_out(
 
 
 def test_quickstart_rules_that_a_model_proposes_answer_the_held_out_desk() -> None:
-    build = [episode_from_task(t) for t in generate_tasks("train", 600)]
+    build = [episode_from_task(t) for t in generate_tasks("train", 400)]
     model = ScriptedCompleter(script=script(build))
     book = build_worldbook(build, config=BuildConfig(folds=2, symbolic=False, parallel=1), completer=model)
     held_out = [episode_from_task(t) for t in generate_tasks("heldout", 200)]
-    count = replay_rules(book, held_out, floor=0.9)
+    count = replay_rules(book, held_out, floor=R.EXECUTABLE_CONFIDENCE)
     assert sum(count.wrong.values()) == 0, count.examples
     assert sum(count.right.values()) >= 0.95 * count.transitions, count.to_json()
 
