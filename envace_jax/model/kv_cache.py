@@ -25,6 +25,9 @@ from envace_jax.model.attention import NEGATIVE
 from envace_jax.model.sharding import Rules, mesh_active
 from envace_jax.model.spec import Qwen3Spec
 
+SCORE_BYTES = 1 << 29
+"""Float32 attention scores that a prefill holds at one time."""
+
 
 class KVCache(NamedTuple):
     """Keys and values: a tuple of `[rows, K, length, Dh]`, one a layer, or one `[L, rows, K, length, Dh]` each."""
@@ -108,6 +111,25 @@ def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array) -> KVCache:
     return jax.tree.map(stacked if main.stacked else rows, main, buffer)
 
 
+def _slide_in(
+    whole_LxBxKxTxDh: jax.Array, layer: Any, part_RxKxPxDh: jax.Array, rows_R: jax.Array, starts_R: jax.Array
+) -> jax.Array:
+    """`write_windows` of a stack, row by row: on TPU a scatter would copy the whole cache, slices are set in place."""
+    whole = whole_LxBxKxTxDh
+    n_rows, length = whole.shape[1], whole.shape[3]
+    n, _, p, _ = part_RxKxPxDh.shape
+    for r in range(n):
+        start = jnp.clip(starts_R[r], 0, length - p)
+        # A window that reaches past the end is read from further back, and what lies before its start is kept.
+        shift = starts_R[r] - start
+        corner = (layer, jnp.clip(rows_R[r], 0, n_rows - 1), 0, start, 0)
+        old = jax.lax.dynamic_slice(whole, corner, (1, 1, *part_RxKxPxDh.shape[1:]))
+        new = jnp.roll(part_RxKxPxDh[r], shift, axis=1)[None, None].astype(whole.dtype)
+        written = (jnp.arange(p) >= shift)[:, None] & (rows_R[r] >= 0) & (rows_R[r] < n_rows)
+        whole = jax.lax.dynamic_update_slice(whole, jnp.where(written, new, old), corner)
+    return whole
+
+
 def write_windows(
     cache: KVCache,
     layer: Any,
@@ -121,10 +143,10 @@ def write_windows(
     where = (rows_R[:, None], slice(None), positions_RxP)
 
     def one(whole: Any, part: jax.Array) -> Any:
+        if not isinstance(whole, tuple):
+            return _slide_in(whole, layer, part, rows_R, starts_R)
         moved = jnp.swapaxes(part, 1, 2)  # [R, P, K, Dh], as advanced indexing lays it out
-        if isinstance(whole, tuple):
-            return whole[:layer] + (whole[layer].at[where].set(moved, mode="drop"),) + whole[layer + 1 :]
-        return whole.at[(layer, *where)].set(moved, mode="drop")
+        return whole[:layer] + (whole[layer].at[where].set(moved, mode="drop"),) + whole[layer + 1 :]
 
     return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
 
@@ -142,6 +164,20 @@ def copy_rows(target: KVCache, source: KVCache, to_R: jax.Array, from_R: jax.Arr
         return whole.at[(*every, to_R, slice(None), slice(length))].set(part, mode="drop")
 
     return jax.tree.map(one, target, source)
+
+
+def wipe_rows(cache: KVCache, rows_R: jax.Array) -> KVCache:
+    """Zeroes whole rows; an index out of range is left out.
+
+    What lies beyond a row's length has weight zero in attention, which only hides finite values: rows that held
+    others must be wiped before they are used again.
+    """
+
+    def one(whole: jax.Array) -> jax.Array:
+        every = (slice(None),) * (whole.ndim - 4)
+        return whole.at[(*every, rows_R)].set(0, mode="drop")
+
+    return jax.tree.map(one, cache)
 
 
 def decode_attention(
@@ -178,12 +214,26 @@ def decode_attention(
 def prefill_attention(
     q_RxPxHxDh: jax.Array, k_RxKxTxDh: jax.Array, v_RxKxTxDh: jax.Array, positions_RxP: jax.Array
 ) -> jax.Array:
-    """P queries a row over the row's positions up to each query's own. Returns [R, P, H, Dh]."""
+    """P queries a row over the row's positions up to each query's own. Returns [R, P, H, Dh].
+
+    Over long rows it runs over slices of the queries, so that no more than `SCORE_BYTES` of scores exist.
+    """
     r, p, h, d = q_RxPxHxDh.shape
     n_kv, t = k_RxKxTxDh.shape[1], k_RxKxTxDh.shape[2]
-    q_RxPxKxGxDh = q_RxPxHxDh.reshape(r, p, n_kv, h // n_kv, d)
-    scores = jnp.einsum("rpkgd,rktd->rkgpt", q_RxPxKxGxDh, k_RxKxTxDh, preferred_element_type=jnp.float32)
-    seen_RxPxT = jnp.arange(t)[None, None] <= positions_RxP[:, :, None]
-    scores = jnp.where(seen_RxPxT[:, None, None], scores * d**-0.5, NEGATIVE)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_RxKxTxDh.dtype)
-    return jnp.einsum("rkgpt,rktd->rpkgd", weights, v_RxKxTxDh).reshape(r, p, h, d)
+    slices = 1
+    while 4 * r * h * (p // slices) * t > SCORE_BYTES and p % (2 * slices) == 0 and p // slices > 16:
+        slices *= 2
+
+    def some(q_RxCxHxDh: jax.Array, positions_RxC: jax.Array) -> jax.Array:
+        q = q_RxCxHxDh.reshape(r, -1, n_kv, h // n_kv, d)
+        scores = jnp.einsum("rpkgd,rktd->rkgpt", q, k_RxKxTxDh, preferred_element_type=jnp.float32)
+        seen_RxCxT = jnp.arange(t)[None, None] <= positions_RxC[:, :, None]
+        scores = jnp.where(seen_RxCxT[:, None, None], scores * d**-0.5, NEGATIVE)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_RxKxTxDh.dtype)
+        return jnp.einsum("rkgpt,rktd->rpkgd", weights, v_RxKxTxDh).reshape(r, -1, h, d)
+
+    if slices == 1:
+        return some(q_RxPxHxDh, positions_RxP)
+    cut = lambda x: jnp.moveaxis(x.reshape(r, slices, -1, *x.shape[2:]), 1, 0)  # noqa: E731
+    out_SxRxCxHxDh = jax.lax.map(lambda pair: some(*pair), (cut(q_RxPxHxDh), cut(positions_RxP)))
+    return jnp.moveaxis(out_SxRxCxHxDh, 0, 1).reshape(r, p, h, d)
