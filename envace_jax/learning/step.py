@@ -36,6 +36,7 @@ from envace_jax.model.spec import Qwen3Spec
 
 State = dict[str, Any]
 SCHEDULES = ("constant", "cosine")
+UNROLL_LIMIT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,17 @@ def cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
+def unstack_layers(params: Params) -> Params:
+    """The stacked layers as a tuple of layers: the decoder then runs them one by one instead of scanning."""
+    n = jax.tree.leaves(params["layers"])[0].shape[0]
+    return params | {"layers": tuple(jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(n))}
+
+
+def stack_layers(params: Params) -> Params:
+    """The inverse of `unstack_layers`."""
+    return params | {"layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
+
+
 def split_trained(params: Params) -> tuple[Params, Params]:
     """(what is trained, what stays): the adapters where there are some (`params["lora"]`), else everything."""
     if "lora" not in params:
@@ -145,6 +157,8 @@ class Update:
             moe_chunk=config.moe_chunk,
             lora_scale=config.lora_scale,
         )
+        # On CPU a scan over few layers compiles longer and runs slower (about 15%) than the layers one by one.
+        self.unrolled = mesh is None and jax.default_backend() == "cpu" and spec.n_layers <= UNROLL_LIMIT
         self.optimizer = config.optimizer()
         self.capacity = config.capacity
         self.compile_seconds: dict[str, float] = {}
@@ -204,6 +218,9 @@ class Update:
         config = self.config
         params, rest = split_trained(state["params"])
         compute, frozen = cast(params, self.options.dtype), cast(rest, self.options.dtype)
+        unrolled = self.unrolled and not frozen
+        if unrolled:
+            compute = unstack_layers(compute)
 
         def loss(params: Params, micro: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
             logprob, entropy, balance = batch_logprobs(frozen | params, self.spec, micro, self.options, config.loss)
@@ -230,9 +247,10 @@ class Update:
             return total + value, grads, seen
 
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), figures)
-        total, grads, seen = jax.lax.fori_loop(
-            0, count, body, (jnp.float32(0), jax.tree.map(jnp.zeros_like, params), none)
-        )
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute)
+        total, grads, seen = jax.lax.fori_loop(0, count, body, (jnp.float32(0), zeros, none))
+        if unrolled:
+            grads = stack_layers(grads)
         scale = 1.0 / jnp.maximum(denominator, 1e-9)
         grads = jax.tree.map(lambda g: g * scale, grads)
         norm = optax.global_norm(grads)
@@ -262,6 +280,8 @@ class Update:
 
     def _score(self, params: Params, batch: dict[str, jax.Array], count: jax.Array) -> jax.Array:
         compute = cast(params, self.options.dtype)
+        if self.unrolled and "lora" not in params:
+            compute = unstack_layers(compute)
 
         def body(i: jax.Array, out: jax.Array) -> jax.Array:
             logprob, _, _ = batch_logprobs(compute, self.spec, _pick(batch, i), self.options, self.config.loss)

@@ -38,7 +38,7 @@ def test_local_hands_each_process_its_number_and_keeps_the_first_failure(tmp_pat
     script = [
         '#!/bin/sh',
         'echo "$ENVACE_PROCESS of $ENVACE_PROCESSES" >> "$OUT"',
-        '[ "$ENVACE_PROCESS" = 1 ] && exit 7',
+        'if [ "$ENVACE_PROCESS" = 1 ]; then until grep -q "0 of" "$OUT"; do sleep 0.1; done; exit 7; fi',
         'exec sleep 30',
     ]
     fake.write_text('\n'.join(script))
