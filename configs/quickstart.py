@@ -26,7 +26,7 @@ def get_config():
     c.rollout.live_episodes = 64
     c.rollout.chunk = 8
     c.rollout.prefill_chunk = 64
-    c.learning.steps = 30
+    c.learning.steps = 25
     c.learning.lr = 2e-4
     c.learning.kl_coef = 0.0  # groups without spread then cost nothing
     c.learning.row_tokens = 320
