@@ -61,9 +61,11 @@ def plan_for(cfg: ConfigDict, slice_: Slice, name: str, compiling: bool) -> Any:
         work = work_of(cfg)
         microbatches = math.ceil(work.tokens / (rows * cfg.learning.row_tokens))
         mesh = compile_.learner_mesh(cfg, compile_.tpu_devices(slice_))
+        sampler = compile_.sampler_mesh(cfg, slice_)
         found = [
             compile_.update_program(cfg, spec, mesh, microbatches),
-            *compile_.sampler_programs(cfg, spec, compile_.sampler_mesh(cfg, slice_)),
+            compile_.decode_program(cfg, spec, sampler),
+            compile_.prefill_program(cfg, spec, sampler),
         ]
     learners = len(arm.learners)
     return make_plan(cfg, spec, slice_, found, name=name, learners=learners, sets=learners + len(arm.frozen))

@@ -76,12 +76,16 @@ def _quiet() -> Iterator[None]:
 
 
 def tpu_devices(slice_: Slice) -> Sequence[Any]:
-    """Device descriptions of a TPU slice; raises `UserError` where libtpu is missing or knows no such slice."""
+    """Device descriptions of a TPU slice; raises `UserError` where libtpu is missing or knows no such slice.
+
+    libtpu takes a host to hold 2 x 2 chips; a smaller slice is a host of its own.
+    """
     from jax.experimental import topologies
 
+    small = {} if slice_.size >= 4 else {"chips_per_host_bounds": (*slice_.shape, 1, 1)[:3]}
     try:
         with _quiet():
-            return topologies.get_topology_desc(platform="tpu", topology_name=slice_.name).devices
+            return topologies.get_topology_desc(platform="tpu", topology_name=slice_.name, **small).devices
     except Exception as error:
         what = str(error).splitlines()[0][:200]
         raise UserError(
@@ -90,7 +94,7 @@ def tpu_devices(slice_: Slice) -> Sequence[Any]:
 
 
 _NUMBER = r"([\d.]+)([KMG]?)"
-_USED = re.compile(rf"Used {_NUMBER} of {_NUMBER}")
+_USED = re.compile(rf"Used {_NUMBER} of |required for HLO temporaries \({_NUMBER}\)")
 
 
 def _size(number: str, unit: str) -> int:
@@ -113,7 +117,7 @@ def compile_program(name: str, lower: Callable[[], Any], mesh: Any, unknown_trip
         return Program(
             name,
             time.monotonic() - started,
-            needed=_size(used.group(1), used.group(2)) if used else 1,
+            needed=_size(*(g for g in used.groups() if g is not None)) if used else 1,
             message=text.splitlines()[0][:300],
         )
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -203,55 +207,93 @@ def update_program(cfg: ConfigDict, spec: Any, mesh: Any, microbatches: int) -> 
     return compile_program("update", lambda: update.lower_update(state), mesh, microbatches)
 
 
-def sampler_programs(cfg: ConfigDict, spec: Any, mesh: Any) -> list[Program]:
-    """The engine's decode program and its largest prefill program, over one sampler's devices."""
+@dataclasses.dataclass(frozen=True)
+class SamplerShapes:
+    """What one sampler's programs are compiled for: abstract weights and cache, and the engine's ladder."""
+
+    shapes: Any
+    options: Any
+    params: Any
+    cache: Any
+    slots: int
+
+    @property
+    def length(self) -> int:
+        return self.shapes.lengths[-1]
+
+
+def sampler_shapes(cfg: ConfigDict, spec: Any, mesh: Any) -> SamplerShapes:
+    """The configuration's engine at its longest lanes, over one sampler's devices."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
 
     from envace_jax.build import engine_config
-    from envace_jax.model.kv_cache import KVCache
+    from envace_jax.model.kv_cache import KVCache, cache_spec
     from envace_jax.model.qwen3 import ForwardOptions, flatten_heads, param_shapes
     from envace_jax.model.sharding import SAMPLER, param_shardings
-    from envace_jax.sampling import programs
+    from envace_jax.sampling.programs import Shapes
 
     config = engine_config(cfg)
-    shapes = programs.Shapes.plan(
+    shapes = Shapes.plan(
         slots=config.slots,
         shelf=config.shelf,
         max_length=config.max_length,
         chunk=config.chunk,
         prefill_chunk=config.prefill_chunk,
     )
-    options = ForwardOptions(dtype=jnp.bfloat16, rules=SAMPLER)
     weights = jax.eval_shape(flatten_heads, param_shapes(spec, jnp.bfloat16))
-    params = with_shardings(weights, param_shardings(weights, mesh, SAMPLER))
-    length = shapes.lengths[-1]
-    cache_shape = (spec.n_layers, config.slots, spec.n_kv_heads, length, spec.head_dim)
-    cache_sharding = NamedSharding(mesh, SAMPLER.spec(None, None, "kv_heads", None, None))
-    one = jax.ShapeDtypeStruct(cache_shape, jnp.bfloat16, sharding=cache_sharding)
-    cache = KVCache(one, one)
+    one = jax.ShapeDtypeStruct(
+        (spec.n_layers, config.slots, spec.n_kv_heads, shapes.lengths[-1], spec.head_dim),
+        jnp.bfloat16,
+        sharding=NamedSharding(mesh, cache_spec(SAMPLER, stacked=True)),
+    )
+    return SamplerShapes(
+        shapes,
+        ForwardOptions(dtype=jnp.bfloat16, rules=SAMPLER),
+        with_shardings(weights, param_shardings(weights, mesh, SAMPLER)),
+        KVCache(one, one),
+        config.slots,
+    )
 
-    def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, SAMPLER.spec(*(None,) * len(shape))))
 
-    decode = functools.partial(programs.decode, spec=spec, options=options, chunk=config.chunk)
-    prefill = functools.partial(programs.prefill, spec=spec, options=options, context=length)
-    ints = whole((config.slots, programs.STOPS + shapes.stop_ids), jnp.int32)
-    floats = whole((config.slots, 2), jnp.float32)
-    rows, piece = shapes.prefill[-1]
-    return [
-        compile_program(
-            "decode",
-            lambda: jax.jit(decode, donate_argnums=1).lower(params, cache, ints, floats, whole((), jnp.int32)),
-            mesh,
-            config.chunk,
-        ),
-        compile_program(
-            "prefill",
-            lambda: jax.jit(prefill, donate_argnums=1).lower(
-                params, cache, whole((rows, piece), jnp.int32), whole((rows, 2), jnp.int32)
-            ),
-            mesh,
-        ),
-    ]
+def _whole(mesh: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shape of a small array that every chip holds whole."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P(*(None,) * len(shape))))
+
+
+def decode_program(cfg: ConfigDict, spec: Any, mesh: Any) -> Program:
+    """The engine's decode program over its longest lanes."""
+    import jax
+    import jax.numpy as jnp
+
+    from envace_jax.sampling import programs
+
+    given = sampler_shapes(cfg, spec, mesh)
+    chunk = given.shapes.chunk
+    decode = functools.partial(programs.decode, spec=spec, options=given.options, chunk=chunk)
+    state = (
+        _whole(mesh, (given.slots, programs.STOPS + given.shapes.stop_ids), jnp.int32),
+        _whole(mesh, (given.slots, 2), jnp.float32),
+        _whole(mesh, (), jnp.int32),
+    )
+    lower = functools.partial(jax.jit(decode, donate_argnums=1).lower, given.params, given.cache, *state)
+    return compile_program("decode", lower, mesh, chunk)
+
+
+def prefill_program(cfg: ConfigDict, spec: Any, mesh: Any) -> Program:
+    """The engine's largest prefill program."""
+    import jax
+    import jax.numpy as jnp
+
+    from envace_jax.sampling import programs
+
+    given = sampler_shapes(cfg, spec, mesh)
+    prefill = functools.partial(programs.prefill, spec=spec, options=given.options, context=given.length)
+    rows, piece = given.shapes.prefill[-1]
+    work = (_whole(mesh, (rows, piece), jnp.int32), _whole(mesh, (rows, 2), jnp.int32))
+    lower = functools.partial(jax.jit(prefill, donate_argnums=1).lower, given.params, given.cache, *work)
+    return compile_program("prefill", lower, mesh)
