@@ -27,7 +27,7 @@ FIGURES = ("real_greedy", "real_sampled", "rehearsed")
 
 def measure(run, tasks) -> dict:
     """Per-task results (0 or 1) and fidelity figures of the policy as it is."""
-    from envace_jax.evaluation.quickstart import real_success, rehearsed_success
+    from envace_jax.evaluation.collusion import real_success, rehearsed_success
 
     common = (tasks, run.engine, run.chat, run.rollout)
     rehearsed = rehearsed_success(*common, temperature=1.0, seed=10_007, grounding=run.grounding)

@@ -51,6 +51,9 @@ COMMANDS: dict[str, Command] = {
     "evaluate": Command(
         "envace_jax.evaluation.command:run_evaluate", "measure a policy", arguments="add_arguments"
     ),
+    "study": Command(
+        "envace_jax.evaluation.arm_study:run_study", "compare training arms over seeds", False, "add_arguments"
+    ),
     "rescore": Command(
         "envace_jax.rewards.rescore:run_rescore", "judge recorded trajectories again, offline", True, "add_arguments"
     ),

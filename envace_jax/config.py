@@ -106,17 +106,17 @@ def default_config() -> ConfigDict:
             },
             "rewards": {
                 "judge": "rules",  # rules | endpoint | policy
-                "scoring": "turns",  # turns | episode
-                "dependence": True,
-                "judge_partial_turns": False,
-                "max_checklists": 1,
-                "max_no_verdict_share": 0.25,
-                "batch_items": False,
-                "fidelity_weight": 0.0,
-                "act_format_penalty": 0.0,
+                "dependence": True,  # an item passes only if those it depends on pass (EnvACE and CM2: False)
+                "judge_partial_turns": False,  # a turn that was cut off is judged too (EnvACE: False, CM2: True)
+                "max_checklists": 1,  # variants that count: the mean of their scores, their majority's vote to stop
+                "max_no_verdict_share": 0.25,  # a batch with more trajectories without a verdict stops the run
+                "batch_items": False,  # all open items of a step in one request to the judge
+                # Beyond the checklist, by output (learning/shaping.py); 0: off
+                "fidelity_weight": 0.0,  # times leaf F1 of a rehearsed answer against the record of its call
+                "act_format_penalty": 0.0,  # for an output that cannot be read
                 "rehearse_format_penalty": 0.0,
-                "length_penalty": 0.0,
-                "empty_penalty": 0.0,
+                "length_penalty": 0.0,  # reached over the last fifth of an output's token limit
+                "empty_penalty": 0.0,  # for an output that says nothing
                 "endpoint": _endpoint(),
                 "policy": {"path": "", "temperature": 0.6, "top_p": 0.8, "max_tokens": 6000},
             },
@@ -347,8 +347,12 @@ CHECKS: dict[str, Check] = {
     "rollout.chunk": at_least(1),
     "rollout.prefill_chunk": at_least(1),
     "rewards.judge": one_of("rules", "endpoint", "policy"),
-    "rewards.scoring": one_of("turns", "episode"),
     "rewards.max_checklists": at_least(1),
+    "rewards.fidelity_weight": at_least(0),
+    "rewards.act_format_penalty": at_least(0),
+    "rewards.rehearse_format_penalty": at_least(0),
+    "rewards.length_penalty": at_least(0),
+    "rewards.empty_penalty": at_least(0),
     "rewards.max_no_verdict_share": between(0, 1),
     "learning.arm": one_of(*ARMS),
     "learning.steps": at_least(0),
@@ -434,6 +438,8 @@ def problems(cfg: ConfigDict) -> list[str]:
         found.append("rollout.simulator.base_url='': learning.arm=act_only_endpoint needs the simulator's address")
     if values["rewards.judge"] == "policy" and not values["rewards.policy.path"]:
         found.append("rewards.policy.path='': rewards.judge=policy needs a model folder")
+    if values["rewards.fidelity_weight"] and "exact" in values["rollout.checks"]:
+        found.append("rewards.fidelity_weight: recorded calls never reach REHEARSE with 'exact' in rollout.checks")
     longest = values["rollout.max_input_tokens"] + max(
         values["rollout.max_act_tokens"], values["rollout.max_rehearse_tokens"]
     )

@@ -13,6 +13,11 @@ from envace_jax.config import UserError
 
 def load_file(path: str) -> ModuleType:
     """Imports a configuration file by its path; raises `UserError` when it is not there or has no get_config."""
+    return load_module(path, "get_config")
+
+
+def load_module(path: str, function: str) -> ModuleType:
+    """Imports a Python file that must define `function`; raises `UserError` when it cannot."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"--config {path}: no such file; configs/ holds examples")
@@ -26,8 +31,8 @@ def load_file(path: str) -> ModuleType:
         raise
     except Exception as e:
         raise UserError(f"--config {path}: {type(e).__name__}: {e}") from e
-    if not callable(getattr(module, "get_config", None)):
-        raise UserError(f"--config {path}: defines no get_config()")
+    if not callable(getattr(module, function, None)):
+        raise UserError(f"--config {path}: defines no {function}()")
     return module
 
 

@@ -3,7 +3,8 @@ fidelity.
 
 *Real success* lets ACT talk to the real environment. *Rehearsed success* lets it talk to REHEARSE and is
 judged by the checklist alone, as in training; the same calls replayed in the real environment give *replayed
-success*, and the gap between the two shows how far the rehearsals flatter. *Fidelity* asks REHEARSE for the
+success*, and the gap between the two shows how far the rehearsals flatter; so does the gap between rehearsed and
+real success of the same tasks (`evaluation/collusion.py`). *Fidelity* asks REHEARSE for the
 answers to a fixed set of calls after a true history and compares them with the environment's own.
 """
 
@@ -17,15 +18,13 @@ from typing import Any
 from envace_jax.datasets.quickstart.demonstrations import probe_messages
 from envace_jax.datasets.quickstart.environment import WRITES
 from envace_jax.datasets.quickstart.generator import accepted_write
-from envace_jax.datasets.quickstart.success import success
 from envace_jax.datasets.records import Task
+from envace_jax.evaluation.collusion import both_worlds, real_success
 from envace_jax.evaluation.fidelity import Pair, json_equal, parse, summarise
 from envace_jax.rehearsal.grounding import Grounding, exact_record
-from envace_jax.rehearsal.observers import RealObserver
-from envace_jax.rehearsal.rollout import rollout, sampling_key
+from envace_jax.rehearsal.rollout import sampling_key
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import demonstrate
-from envace_jax.rewards.judge import RuleJudge
 from envace_jax.rewards.verifiers import turn_calls
 from envace_jax.sampling.engine import Request, SamplingParams
 from envace_jax.text.tool_calls import parse_execution_result
@@ -42,81 +41,6 @@ class FidelityCase:
 
     prompt_ids: tuple[int, ...]
     pair: Pair
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """Per episode, in the order of tasks and members."""
-
-    rehearsed: tuple[bool, ...]
-    replayed: tuple[bool, ...]
-    rewards: tuple[float | None, ...]
-
-
-def real_success(
-    tasks: Sequence[Task],
-    engine: Any,
-    chat: Any,
-    cfg: RolloutConfig,
-    *,
-    temperature: float,
-    seed: int = 0,
-    group_size: int = 1,
-) -> tuple[bool, ...]:
-    """Whether each episode succeeds when ACT's calls are answered by the real environment.
-
-    Args:
-        tasks: quickstart tasks.
-        engine, chat: as for `rollout`.
-        temperature: 0 is greedy.
-        group_size: episodes a task; results are in the order of tasks, then members.
-    """
-    config = replace(cfg, temperature=temperature, top_p=1.0, top_k=0)
-    played = rollout(
-        tasks,
-        engine=engine,
-        chat=chat,
-        cfg=config,
-        judge=None,
-        seed=seed,
-        group_size=group_size,
-        observe=RealObserver(),
-    )
-    results = {(t.group, t.member): success(tasks[t.group], t.transcript) for t in played}
-    return tuple(results[key] for key in sorted(results))
-
-
-def rehearsed_success(
-    tasks: Sequence[Task],
-    engine: Any,
-    chat: Any,
-    cfg: RolloutConfig,
-    *,
-    temperature: float,
-    seed: int = 0,
-    group_size: int = 1,
-    grounding: Grounding | None = None,
-) -> Outcomes:
-    """Whether each episode passes its whole checklist in rehearsal, and whether its calls succeed when
-    replayed."""
-    config = replace(cfg, temperature=temperature, top_p=1.0, top_k=0)
-    played = rollout(
-        tasks,
-        engine=engine,
-        chat=chat,
-        cfg=config,
-        judge=RuleJudge(),
-        seed=seed,
-        group_size=group_size,
-        grounding=grounding,
-    )
-    done = sorted(played, key=lambda trajectory: (trajectory.group, trajectory.member))
-    rewards = tuple(trajectory.reward for trajectory in done)
-    return Outcomes(
-        rehearsed=tuple(reward is not None and reward > 1 - 1e-6 for reward in rewards),
-        replayed=tuple(success(tasks[trajectory.group], trajectory.transcript) for trajectory in done),
-        rewards=rewards,
-    )
 
 
 def fidelity_cases(
@@ -184,17 +108,13 @@ def evaluate(
     """The figures of one policy on held-out tasks.
 
     `real_greedy`, `real_sampled` (T = 1): success in the real environment. `rehearsed`, `replayed`: success
-    of the same sampled episodes in rehearsal and replayed; `gap`: their difference. `fidelity_*`:
+    of the same sampled episodes in rehearsal and replayed; `gap`: their difference; `gap_real`: `rehearsed` less
+    `real_sampled`, with a 95% interval over tasks. `fidelity_*`:
     json_equal, leaf_f1, reject_f1 on the fixed calls of the first `fidelity_tasks` tasks; `fidelity_new_*`:
     the same without copyable ones.
     """
-    out = {
-        "real_greedy": _mean(real_success(tasks, engine, chat, cfg, temperature=0.0, seed=seed)),
-        "real_sampled": _mean(real_success(tasks, engine, chat, cfg, temperature=1.0, seed=seed)),
-    }
-    outcomes = rehearsed_success(tasks, engine, chat, cfg, temperature=1.0, seed=seed, grounding=grounding)
-    out["rehearsed"], out["replayed"] = _mean(outcomes.rehearsed), _mean(outcomes.replayed)
-    out["gap"] = out["rehearsed"] - out["replayed"]
+    out = {"real_greedy": _mean(real_success(tasks, engine, chat, cfg, temperature=0.0, seed=seed))}
+    out |= both_worlds(tasks, engine, chat, cfg, seed=seed, grounding=grounding).figures()
     cases = fidelity_cases(tasks[:fidelity_tasks], chat, cfg.episode, grounding=grounding)
     pairs = ask_rehearse(cases, engine, chat, max_tokens=cfg.episode.max_rehearse_tokens, param_set=cfg.rehearse_params)
     parts = {"fidelity": pairs, "fidelity_new": [pair for pair in pairs if not pair.copyable]}

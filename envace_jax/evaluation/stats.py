@@ -173,6 +173,15 @@ def detectable_difference(
     return z * math.sqrt(sd_a**2 / n_a + sd_b**2 / n_b)
 
 
+def detectable(difference: Interval, *, alpha: float = 0.05, power: float = 0.8) -> float:
+    """Smallest true difference found with `power`, from the interval (at level `alpha`) of a measured difference.
+
+    The interval's half width is z_{1-alpha/2} standard errors; (z_{1-alpha/2} + z_power) of them are needed.
+    """
+    z, more = NormalDist().inv_cdf(1 - alpha / 2), NormalDist().inv_cdf(power)
+    return (difference.high - difference.low) / (2 * z) * (z + more)
+
+
 def pass_hat_k(successes: Sequence[int], trials: int, k: int) -> float:
     """Mean over tasks of C(c, k) / C(n, k): the chance that k trials drawn without replacement all succeed."""
     if not 1 <= k <= trials:

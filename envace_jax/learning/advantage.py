@@ -2,14 +2,15 @@
 
 For output m of role r in trajectory i of task x the advantage is A_{i,m} = R_i - mu_{x,r}, the mean taken over the
 outputs of the same role in the group (EnvACE, role-wise GRPO).  All outputs of one role in one trajectory share
-it, so it is kept per trajectory and role.  Plain Python on small records: no arrays, no model.
+it, so it is kept per trajectory and role; only where outputs are paid on their own (`shaping.py`) has each its
+own.  Plain Python on small records: no arrays, no model.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from envace_jax.text.transcript import Role
@@ -17,6 +18,8 @@ from envace_jax.text.transcript import Role
 STD_FLOOR = 1e-6  # added to the standard deviation, as the published trainers do
 POPULATIONS = ("outputs", "rows", "trajectories")
 BASELINES = ("role", "single")
+Credit = Mapping[Role, float] | Sequence[float]
+"""Advantages of one trajectory: one a role, or one an output."""
 
 
 class SegmentLike(Protocol):
@@ -101,6 +104,52 @@ def role_advantages(
     return result
 
 
+def output_advantages(
+    trajectories: Sequence[TrajectoryLike],
+    additions: Sequence[Sequence[float]],
+    *,
+    population: str = "outputs",
+    baseline: str = "role",
+    std_norm: bool = False,
+    extra_copies: Sequence[Sequence[int]] | None = None,
+) -> list[list[float]]:
+    """Advantage of each output where outputs are paid on their own: A_{i,m} = R_i + e_{i,m} - mu_{x,r}.
+
+    The mean is taken over R_j + e_{j,n} of the same population as in `role_advantages` (which this equals when all
+    additions are 0); with `trajectories` each trajectory's outputs of the role weigh 1 together.  A masked trajectory
+    gets an empty list.  A group with one trajectory that is not masked has zero advantages.
+    """
+    if population not in POPULATIONS or baseline not in BASELINES:
+        raise ValueError(
+            f"unknown population {population!r} (one of {POPULATIONS}) or baseline {baseline!r} (one of {BASELINES})"
+        )
+    copies = extra_copies if population == "rows" else None
+    result: list[list[float]] = [[0.0] * len(t.segments) if t.reward is not None else [] for t in trajectories]
+    for members in _groups(trajectories):
+        if len(members) < 2:
+            continue
+        for roles in [(role,) for role in Role] if baseline == "role" else [tuple(Role)]:
+            pool = []  # (trajectory, output, weight, reward)
+            for i in members:
+                chosen = [k for k, segment in enumerate(trajectories[i].segments) if segment.role in roles]
+                for k in chosen:
+                    weight = 1.0 if copies is None else 1.0 + copies[i][k]
+                    if population == "trajectories":
+                        weight = 1.0 / len(chosen)
+                    pool.append((i, k, weight, float(trajectories[i].reward) + additions[i][k]))  # type: ignore[arg-type]
+            mean, scale = _mean_and_scale([(weight, reward) for _, _, weight, reward in pool], std_norm)
+            for i, k, _, reward in pool:
+                result[i][k] = 0.0 if scale == 0.0 else (reward - mean) / scale
+    return result
+
+
+def advantages_of(trajectory: TrajectoryLike, advantages: Credit, role: Role) -> list[float]:
+    """The advantages of one role's outputs: one number where they share it, one an output where they do not."""
+    if isinstance(advantages, Mapping):
+        return [advantages[role]] if role in advantages else []
+    return [a for segment, a in zip(trajectory.segments, advantages) if segment.role == role]
+
+
 def _groups(trajectories: Sequence[TrajectoryLike]) -> Iterable[list[int]]:
     groups: dict[int, list[int]] = {}
     for i, trajectory in enumerate(trajectories):
@@ -109,7 +158,7 @@ def _groups(trajectories: Sequence[TrajectoryLike]) -> Iterable[list[int]]:
     return groups.values()
 
 
-def _mean_and_scale(weighted: Sequence[tuple[int, float]], std_norm: bool) -> tuple[float, float]:
+def _mean_and_scale(weighted: Sequence[tuple[float, float]], std_norm: bool) -> tuple[float, float]:
     """Mean of (weight, reward) pairs and what to divide by; scale 0 says that there is no spread."""
     if len({reward for _, reward in weighted}) < 2:
         return 0.0, 0.0

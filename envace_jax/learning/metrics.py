@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from envace_jax.learning.advantage import group_spread
+from envace_jax.learning.advantage import Credit, advantages_of, group_spread
 from envace_jax.text.transcript import Role
 
 Metrics = dict[str, float]
@@ -33,7 +33,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def trajectory_metrics(trajectories: Sequence[Any], advantages: Sequence[Mapping[Role, float]] = ()) -> Metrics:
+def trajectory_metrics(trajectories: Sequence[Any], advantages: Sequence[Credit] = ()) -> Metrics:
     """Figures of one step's trajectories: rewards, groups, lengths, how outputs and episodes ended, errors."""
     scored = [t for t in trajectories if t.reward is not None]
     n = max(len(trajectories), 1)
@@ -64,7 +64,7 @@ def trajectory_metrics(trajectories: Sequence[Any], advantages: Sequence[Mapping
         out[f"length_max/{role}"] = float(max((len(s.ids) for s in segments), default=0))
         for finish, count in Counter(s.finish for s in segments).items():
             out[f"finish/{role}/{finish}"] = count / len(segments)
-        values = [abs(a[role]) for a in advantages if role in a]
+        values = [abs(v) for t, a in zip(trajectories, advantages) for v in advantages_of(t, a, role)]
         out[f"advantage_abs/{role}"] = _mean(values)
     rows = [float(len(r.ids)) for t in trajectories for r in t.rows]
     out["row_length/mean"], out["row_length/max"] = _mean(rows), max(rows, default=0.0)

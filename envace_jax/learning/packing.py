@@ -50,9 +50,13 @@ class TrainRow:
 
 
 def train_rows(
-    trajectory: Any, advantages: Mapping[Role, float], extra_copies: Sequence[int] | None = None
+    trajectory: Any,
+    advantages: Mapping[Role, float] | Sequence[float],
+    extra_copies: Sequence[int] | None = None,
 ) -> list[TrainRow]:
     """Training rows of one trajectory: those of its ledger rows that hold sampled ids, up to the last of them.
+
+    advantages: one a role, or one an output in the order of the trajectory's segments.
 
     A trajectory with reward None gives none: no verdict, no gradient.  Raises ValueError when a segment's ids are
     not the ids of its row (the prefix that the sampler saw must be the row that the learner trains on).
@@ -79,7 +83,10 @@ def train_rows(
         # What came after the last output is seen by nothing that is trained.
         end = int(np.flatnonzero(sampled)[-1]) + 1
         sampled, output = sampled[:end], output[:end]
-        advantage = np.float32(advantages.get(row.role, 0.0))
+        if isinstance(advantages, Mapping):
+            advantage = np.full(end, advantages.get(row.role, 0.0), np.float32)
+        else:
+            advantage = np.asarray(advantages, np.float32)[output]  # -1, where nothing was sampled, is masked below
         result.append(
             TrainRow(
                 ids=np.asarray(row.ids[:end], np.int32),

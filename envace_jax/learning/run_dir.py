@@ -21,10 +21,19 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError, flat
 
 # What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
-FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.")
+FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
+    "rewards.max_no_verdict_share",
+    *(  # how a judge or simulator is reached, not what is asked of it
+        f"{section}.{name}"
+        for section in ("rewards.endpoint", "rollout.simulator")
+        for name in (
+            "base_url api_key_env concurrency requests_per_minute tokens_per_minute attempts timeout deadline cache_dir"
+        ).split()
+    ),
+)
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-OURS = ("config.json", "start.json", "metrics.jsonl", "trajectories.jsonl", "summary.json", "reward.png")
-OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps")
+OURS = ("config.json", "start.json", "metrics.jsonl", "trajectories.jsonl", "summary.json", "reward.png", "gap.png")
+OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps", "no_verdict")
 
 
 def config_values(cfg: ConfigDict) -> dict[str, Any]:

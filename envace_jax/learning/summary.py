@@ -20,6 +20,7 @@ HEADLINES = (
     ("real_greedy", "success in the real environment, greedy"),
     ("real_sampled", "success in the real environment, T = 1"),
     ("rehearsed", "success in rehearsal"),
+    ("gap_real", "success in rehearsal less success in reality (T = 1, same tasks)"),
     ("fidelity_json_equal", "fidelity: rehearsed = real response"),
     ("reward", "reward in rehearsal"),
 )
@@ -36,7 +37,7 @@ def evaluate_policy(
     grounding: Grounding | None,
 ) -> Metrics:
     """Figures on held-out tasks, `eval/...`: against the real environment for quickstart tasks, else the reward of
-    rehearsed episodes."""
+    rehearsed episodes; for BFCL tasks also success in both worlds."""
     if not tasks:
         return {}
     if all(task.meta.get("environment") == "quickstart" for task in tasks):
@@ -58,7 +59,13 @@ def evaluate_policy(
         grounding=grounding,
     )
     figures = trajectory_metrics(list(played))
-    return {
+    watched = {}
+    if all(task.meta.get("environment") == "bfcl" for task in tasks):
+        from envace_jax.evaluation.collusion import both_worlds
+
+        watch = both_worlds(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding)
+        watched = {f"eval/{name}": value for name, value in watch.figures().items()}
+    return watched | {
         "eval/reward": figures["reward/mean"],
         "eval/full": figures["reward/full"],
         "eval/masked": figures["masked/share"],
@@ -116,6 +123,35 @@ def summary_lines(run_dir: Path, changed: bool) -> list[str]:
     return lines
 
 
+def gap_plot(run_dir: Path) -> Path | None:
+    """Rehearsed and real success of the same held-out tasks by step, and the gap between them, as a PNG; None without
+    two evaluations to draw."""
+    points = [r for r in read_metrics(run_dir) if r.get("eval/gap_real") is not None]
+    if len(points) < 2:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 5), dpi=120, sharex=True)
+    x = [r["step"] for r in points]
+    for name, label in (("rehearsed", "in rehearsal"), ("real_sampled", "in reality"), ("replayed", "replayed")):
+        above.plot(x, [float(r[f"eval/{name}"]) for r in points], "o-", label=label)
+    above.set(ylabel="success, T = 1", ylim=(-0.02, 1.02), title=f"{run_dir.name}: the same tasks in both worlds")
+    above.legend(fontsize="x-small")
+    low, mean, high = ([float(r[f"eval/gap_real{end}"]) for r in points] for end in ("_low", "", "_high"))
+    below.plot(x, mean, "o-", color="black")
+    below.fill_between(x, low, high, alpha=0.2, color="black")
+    below.axhline(0.0, linewidth=0.8)
+    below.set(xlabel="step", ylabel="rehearsed less real")
+    figure.tight_layout()
+    path = run_dir / "gap.png"
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path
+
+
 def plot(run_dir: Path) -> Path | None:
     """Reward by step, by role, and the held-out figures, as a PNG; None when there is nothing to draw."""
     records = read_metrics(run_dir)
@@ -135,7 +171,7 @@ def plot(run_dir: Path) -> Path | None:
         ("reward/rehearse", "reward over REHEARSE outputs", "--"),
     ):
         axes.plot(x, [float(r[name]) for r in steps], style, label=label)
-    for name, label in HEADLINES[:4]:
+    for name, label in (x for x in HEADLINES if x[0] not in ("gap_real", "reward")):
         points = [(r["step"], r[f"eval/{name}"]) for r in records if r.get(f"eval/{name}") is not None]
         if points:
             axes.plot(*zip(*points), "o-", label=f"held-out {label}")

@@ -13,21 +13,29 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
-from envace_jax.learning.advantage import duplicate_outputs, group_spread, role_advantages
+from envace_jax.learning.advantage import (
+    Credit,
+    duplicate_outputs,
+    group_spread,
+    output_advantages,
+    role_advantages,
+)
 from envace_jax.learning.arms import Arm
 from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
 from envace_jax.learning.run_dir import open_run_dir, write_json
 from envace_jax.learning.setup import Run, prepare
-from envace_jax.learning.summary import evaluate_policy, plot, summary_lines
+from envace_jax.learning.shaping import Shaping, additions
+from envace_jax.learning.summary import evaluate_policy, gap_plot, plot, summary_lines
 from envace_jax.rehearsal.rollout import rollout
-from envace_jax.rehearsal.trajectory import Trajectory
+from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
 from envace_jax.text.transcript import Role
 
 MAX_DRAWS = 4  # batches of tasks that dynamic sampling may draw for one step
@@ -85,7 +93,8 @@ def train_step(run: Run) -> Metrics:
     trajectories = collect(run, timings)
     metrics["time/rollout"] = time.perf_counter() - started
 
-    advantages, copies = credit(run.cfg, run.arm, trajectories, step)
+    unjudged(run, trajectories)
+    advantages, copies, shaped = credit(run.cfg, run.arm, trajectories, step)
     began = time.perf_counter()
     for name, learner in run.learners.items():
         prefix = "" if name == "policy" else f"{name}/"
@@ -98,7 +107,7 @@ def train_step(run: Run) -> Metrics:
     run.hand_over()
     metrics["time/handover"] = time.perf_counter() - began
 
-    metrics |= trajectory_metrics(trajectories, advantages)
+    metrics |= trajectory_metrics(trajectories, advantages) | shaped
     if run.trajectories is not None:
         for trajectory in trajectories:
             run.trajectories.write(trajectory, step=step)
@@ -149,31 +158,44 @@ def has_spread(trajectories: Sequence[Trajectory], group: int) -> bool:
 
 def credit(
     cfg: ConfigDict, arm: Arm, trajectories: Sequence[Trajectory], step: int
-) -> tuple[list[dict[Role, float]], list[list[int]] | None]:
-    """Advantages by trajectory and role, and the reference code's extra copies of outputs where it is asked for."""
+) -> tuple[list[Credit], list[list[int]] | None, Metrics]:
+    """Advantages by trajectory and role (by output where outputs are paid on their own), the reference code's extra
+    copies of outputs where they are asked for, and what was paid beside the checklist."""
     rows = cfg.learning.population == "rows"
     copies = duplicate_outputs(trajectories, 128, cfg.seed + step) if rows else None
-    advantages = role_advantages(
-        trajectories,
+    options: dict[str, Any] = dict(
         population=cfg.learning.population,
         baseline=arm.baseline,
         std_norm=cfg.learning.std_norm,
         extra_copies=copies,
     )
+    shaping = Shaping.from_config(cfg)
+    figures: Metrics = {}
+    advantages: list[Any]
+    if shaping.active:
+        added, figures = additions(trajectories, shaping)
+        advantages = list(output_advantages(trajectories, added, **options))
+    else:
+        advantages = list(role_advantages(trajectories, **options))
     if cfg.learning.shuffle_advantages:
         rng = random.Random(f"shuffle/{cfg.seed}/{step}")
         for role in Role:
-            holders = [a for a in advantages if role in a]
-            values = [a[role] for a in holders]
+            places: list[tuple[Any, Any]]  # where an advantage of the role stands
+            if shaping.active:
+                paired = zip(trajectories, advantages)
+                places = [(a, k) for t, a in paired for k in range(len(a)) if t.segments[k].role is role]
+            else:
+                places = [(a, role) for a in advantages if role in a]
+            values = [holder[place] for holder, place in places]
             rng.shuffle(values)
-            for holder, value in zip(holders, values):
-                holder[role] = value
-    return advantages, copies
+            for (holder, place), value in zip(places, values):
+                holder[place] = value
+    return advantages, copies, figures
 
 
 def rows_of(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[dict[Role, float]],
+    advantages: Sequence[Credit],
     copies: Sequence[Sequence[int]] | None,
     roles: Sequence[Role],
 ) -> list[TrainRow]:
@@ -206,12 +228,32 @@ def guard(run: Run, metrics: Metrics) -> None:
             f"step {run.step + 1}: {run.bad_steps} steps in a row had a gradient that is not finite "
             f"(learning.max_bad_steps); their batches lie in {run.folder / 'bad_steps'}; lower learning.lr"
         )
-    share = cfg.rewards.max_no_verdict_share
-    if metrics["masked/share"] > share and metrics["trajectories"] >= 8:
-        run.display.say(
-            f"step {run.step + 1}: {metrics['masked/share']:.0%} of trajectories have no verdict "
-            f"(rewards.max_no_verdict_share={share})"
-        )
+
+
+def unjudged(run: Run, trajectories: Sequence[Trajectory]) -> None:
+    """Stops the run, before anything is learned, when too large a share of a batch has no verdict.
+
+    The state is that of the last whole step, which is saved; the batch is drawn again when the run goes on, and its
+    trajectories lie in a file of their own, for `rescore`.
+    """
+    masked = [t for t in trajectories if t.reward is None]
+    limit = run.cfg.rewards.max_no_verdict_share
+    if len(masked) <= limit * len(trajectories):
+        return
+    path = run.folder / "no_verdict" / f"step_{run.step + 1:08d}.jsonl"
+    path.unlink(missing_ok=True)
+    with TrajectoryWriter(path) as writer:
+        for trajectory in trajectories:
+            writer.write(trajectory, step=run.step)
+    causes = Counter(t.masked_cause or "no reward" for t in masked)
+    run.save()
+    run.checkpoints.wait()
+    raise UserError(
+        f"step {run.step + 1}: {len(masked)} of {len(trajectories)} trajectories have no verdict "
+        f"({', '.join(f'{cause} {n}' for cause, n in causes.most_common())}), more than "
+        f"rewards.max_no_verdict_share={limit} allows. Nothing was learned from them: they lie in {path}, for "
+        f"`envace_jax rescore`. Mend the judge; the same command goes on from step {run.step} with the same tasks"
+    )
 
 
 def throughput(run: Run, trajectories: Sequence[Trajectory], timings: dict[str, float], metrics: Metrics) -> Metrics:
@@ -259,10 +301,10 @@ def finish(run: Run) -> None:
     """Says where the run lies and what it did."""
     run.display.close()
     changed = any(x.digest() != run.initial[name] for name, x in run.learners.items())
-    picture = plot(run.folder)
+    pictures = [p for p in (plot(run.folder), gap_plot(run.folder)) if p is not None]
     lines = summary_lines(run.folder, changed)
     write_json(run.folder / "summary.json", {"steps": run.step, "lines": lines})
-    for line in lines + ([f"plot: {picture}"] if picture else []):
+    for line in lines + [f"plot: {picture}" for picture in pictures]:
         print(line)
 
 

@@ -24,13 +24,8 @@ from envace_jax.datasets.quickstart.make_model import Phase, batches, make_model
 from envace_jax.datasets.quickstart.make_tokenizer import HOME, make_tokenizer
 from envace_jax.datasets.quickstart.success import success
 from envace_jax.environments import make_environment
-from envace_jax.evaluation.quickstart import (
-    ask_rehearse,
-    evaluate,
-    fidelity_cases,
-    real_success,
-    rehearsed_success,
-)
+from envace_jax.evaluation.collusion import real_success, rehearsed_success
+from envace_jax.evaluation.quickstart import ask_rehearse, evaluate, fidelity_cases
 from envace_jax.learning.packing import pack_rows
 from envace_jax.model.hf import load_params
 from envace_jax.model.spec import Qwen3Spec

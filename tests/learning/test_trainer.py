@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -18,8 +19,11 @@ from learning_common import rewarded, tiny_config, toy_engine
 
 from envace_jax.config import UserError
 from envace_jax.learning import setup, trainer
+from envace_jax.learning.advantage import output_advantages, role_advantages
 from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.metrics import read_metrics
+from envace_jax.learning.shaping import Shaping, additions
+from envace_jax.rehearsal.trajectory import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("trainer_child.py")
@@ -177,14 +181,73 @@ def test_sampler_that_disagrees_stops_the_run(tmp_path, monkeypatch):
     real = trainer.rows_of
 
     def shifted(*args):
-        import dataclasses
-
         return [dataclasses.replace(r, sampler_logprobs=r.sampler_logprobs - 0.2 * r.sampled) for r in real(*args)]
 
     monkeypatch.setattr(trainer, "rows_of", shifted)
     with pytest.raises(UserError, match="sampler and learner disagree"):
         trainer.run_train(tiny_config(tmp_path / "run", **{"learning.max_probability_error": 1.1}))
     assert Checkpoints(tmp_path / "run" / "checkpoints").latest() is None
+
+
+def test_a_batch_without_verdicts_stops_the_run_and_is_kept(unbroken, tmp_path, monkeypatch):
+    """Two of four trajectories of step 3 get no verdict: nothing is learned, step 2 is saved, the batch lies in a file.
+
+    With a judge that answers, the same command ends as the run that nothing disturbed.
+    """
+    folder, steps = tmp_path / "run", {"checkpoint.every": 100}
+    real = trainer.rollout
+
+    def silent(*args, **kwargs):
+        for t in real(*args, **kwargs):
+            masked = kwargs["step"] == 2 and t.member == 1
+            yield dataclasses.replace(t, reward=None, masked_cause="judge:outage") if masked else t
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "rollout", silent)
+        said = r"step 3: 2 of 4 trajectories have no verdict \(judge:outage 2\)"
+        with pytest.raises(UserError, match=said) as stopped:
+            trainer.run_train(tiny_config(folder, **steps))
+    kept = folder / "no_verdict" / "step_00000003.jsonl"
+    assert str(kept) in str(stopped.value) and "rewards.max_no_verdict_share=0.25" in str(stopped.value)
+    found = list(read_trajectories(kept))
+    assert [t.masked_cause for t in found].count("judge:outage") == 2 and len(found) == 4
+    assert all(t.task is not None and t.segments for t in found)
+    assert Checkpoints(folder / "checkpoints").latest() == 2
+    assert [r["step"] for r in read_metrics(folder)] == [1, 2]
+    # the judge is mended: its address is not part of what the run is
+    mended = {"rewards.endpoint.base_url": "http://127.0.0.1:1/v1", "rewards.endpoint.timeout": 9.0}
+    assert trainer.run_train(tiny_config(folder, **mended)) == 0
+    same_end(unbroken, folder)
+
+
+def test_a_share_below_the_limit_goes_on(tmp_path, monkeypatch):
+    real = trainer.rollout
+
+    def silent(*args, **kwargs):
+        for t in real(*args, **kwargs):
+            masked = (t.group, t.member) == (0, 0)
+            yield dataclasses.replace(t, reward=None, masked_cause="judge:timeout") if masked else t
+
+    monkeypatch.setattr(trainer, "rollout", silent)
+    folder = tmp_path / "run"
+    assert trainer.run_train(tiny_config(folder, **{"learning.steps": 1})) == 0
+    assert read_metrics(folder)[0]["masked/share"] == 0.25 and not (folder / "no_verdict").exists()
+
+
+def test_shaped_rewards_reach_the_update(tmp_path):
+    """What the step learned from are the advantages of rewards less the length penalty, not those of the rewards."""
+    cfg = tiny_config(
+        tmp_path / "run", **{"learning.steps": 1, "rollout.max_act_tokens": 14, "rewards.length_penalty": 0.5}
+    )
+    assert trainer.run_train(cfg) == 0
+    record = read_metrics(tmp_path / "run")[0]
+    played = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    added, figures = additions(played, Shaping.from_config(cfg))
+    values = [abs(a) for row in output_advantages(played, added) for a in row]
+    assert record["shaping/added/act"] == figures["shaping/added/act"] < 0
+    assert record["advantage_abs/act"] == pytest.approx(sum(values) / len(values))
+    unshaped = [abs(a) for by_role in role_advantages(played) for a in by_role.values()]
+    assert abs(record["advantage_abs/act"] - sum(unshaped) / len(unshaped)) > 1e-6 and record["grad_norm"] > 0
 
 
 def child(folder: Path, *changes: str) -> subprocess.Popen:
