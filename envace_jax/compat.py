@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 from pathlib import Path
 
@@ -36,6 +37,28 @@ def check_versions() -> None:
         raise UserError("jax 0.11 and later need flax >= 0.12.11: pip install -U 'flax>=0.12.11'")
 
 
+def has_tpu(root: Path = Path("/")) -> bool:
+    """Whether this machine has a TPU chip: a device of Google's PCI vendor number, or a driver's device file."""
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return any(v.read_text().strip() == "0x1ae0" for v in vendors) or any((root / "dev").glob("accel*"))
+
+
+def skip_tpu_search() -> None:
+    """Without a TPU chip, libtpu (which `plan` needs) is not loaded to look for one: it complains on standard error.
+
+    Left alone: a platform that the user chose, `JAX_FORCE_TPU_INIT`, and machines where another plugin (CUDA) could
+    be the device.
+    """
+    chosen = os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_FORCE_TPU_INIT")
+    if chosen or importlib.util.find_spec("libtpu") is None or has_tpu():
+        return
+    if importlib.util.find_spec("jax_plugins") is None and not importlib.metadata.entry_points(group="jax_plugins"):
+        import jax
+
+        if not jax.config.jax_platforms:
+            jax.config.update("jax_platforms", "cpu")
+
+
 def set_up_jax() -> None:
     """Checks versions and points jax at a compilation cache that outlives the process.
 
@@ -43,6 +66,7 @@ def set_up_jax() -> None:
     (`JAX_COMPILATION_CACHE_DIR`) stands above both.
     """
     check_versions()
+    skip_tpu_search()
     import jax
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):

@@ -16,6 +16,7 @@ class Chip:
 
     hbm: bytes that a program can use (TPU: what the compiler grants, below the published size). flops: dense bfloat16
     per second. bandwidth: HBM bytes per second. links: bytes per second over all links to other chips together.
+    node: chips that those links join (0: all of a slice). network: bytes per second and chip between nodes.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Chip:
     flops: float
     bandwidth: float
     links: float
+    node: int = 0
+    network: float = 0.0
 
 
 CHIPS: dict[str, Chip] = {
@@ -32,12 +35,12 @@ CHIPS: dict[str, Chip] = {
         Chip("v5e", "tpu", int(15.75 * GIB), 197e12, 819e9, 200e9),
         Chip("v5p", "tpu", int(95.74 * GIB), 459e12, 2765e9, 600e9),
         Chip("v6e", "tpu", int(31.25 * GIB), 918e12, 1640e9, 448e9),
-        Chip("a100", "gpu", 80 * 10**9, 312e12, 2039e9, 600e9),
-        Chip("h100", "gpu", 80 * 10**9, 989e12, 3350e9, 900e9),
-        Chip("h200", "gpu", int(139.8 * GIB), 989e12, 4800e9, 900e9),
+        Chip("a100", "gpu", 80 * 10**9, 312e12, 2039e9, 600e9, 8, 25e9),
+        Chip("h100", "gpu", 80 * 10**9, 989e12, 3350e9, 900e9, 8, 50e9),
+        Chip("h200", "gpu", int(139.8 * GIB), 989e12, 4800e9, 900e9, 8, 50e9),
     )
 }
-"""Published figures (cloud.google.com/tpu/docs, nvidia.com data sheets)."""
+"""Published figures (cloud.google.com/tpu/docs, nvidia.com data sheets; between nodes a 200 or 400 Gb/s port a GPU)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,11 @@ class Slice:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def links(self) -> float:
+        """Bytes per second and chip that a collective over the whole slice moves at best."""
+        return self.chip.network if self.chip.node and self.size > self.chip.node else self.chip.links
 
     @property
     def name(self) -> str:

@@ -30,9 +30,7 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'"?known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)"?')
 _GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}"
-)
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
 
@@ -160,9 +158,7 @@ def operation(line: str) -> str:
     return match.group(1) if match else ""
 
 
-def collectives(
-    text: str, mesh_shape: Sequence[int], names: Sequence[str], unknown_trips: int = 1
-) -> list[Collective]:
+def collectives(text: str, mesh_shape: Sequence[int], names: Sequence[str], unknown_trips: int = 1) -> list[Collective]:
     """Every collective that the program runs; loops whose count is data run `unknown_trips` times."""
     bodies, entry = computations(text)
     times: Counter[str] = Counter()

@@ -168,12 +168,16 @@ def make_plan(
     state = resident.master + resident.moments
     others = resident.total - state
     if update is None:
-        own = 4 * trained + 2 * trained + formulas.activation_bytes(
-            spec,
-            cfg.learning.rows_per_microbatch * cfg.learning.row_tokens,
-            max(1, cfg.learning.logprob_chunk // shards),
-            cfg.model.remat,
-            mesh["tensor"],
+        own = (
+            4 * trained
+            + 2 * trained
+            + formulas.activation_bytes(
+                spec,
+                cfg.learning.rows_per_microbatch * cfg.learning.row_tokens,
+                max(1, cfg.learning.logprob_chunk // shards),
+                cfg.model.remat,
+                mesh["tensor"],
+            )
         )
         in_update = state + own
     else:
@@ -191,7 +195,7 @@ def make_plan(
     again = formulas.recompute_flops(spec, work.tokens, work.pairs, work.predictions, cfg.model.remat)
     seconds = {"train compute": (flops + again) / (slice_.size * chip.flops)}
     moved = sum(c.total for c in update.collectives) if update else _gathered(spec, rules, mesh, microbatches)
-    seconds["train collectives"] = moved / chip.links
+    seconds["train collectives"] = moved / slice_.links
     seconds["train"] = max(seconds["train compute"], seconds["train collectives"])
     samplers = slice_.size / (rollout_mesh["tensor"] * rollout_mesh["expert"])
     trajectories = cfg.learning.prompts_per_step * cfg.learning.group_size
@@ -294,7 +298,8 @@ def lines(plan: Plan) -> list[str]:
         f"{plan.recompute_flops:.3e} (W {formulas.active_weights(spec):,}, t {work.tokens:.3e}, p {work.pairs:.3e}, "
         f"s {work.predictions:.3e})",
         f"train: max(compute {plan.seconds['train compute']:.1f} s = {total:.3e} / ({plan.slice.size} x "
-        f"{chip.flops:.3g}), collectives {plan.seconds['train collectives']:.1f} s at {chip.links / 1e9:.0f} GB/s)",
+        f"{chip.flops:.3g}), collectives {plan.seconds['train collectives']:.1f} s at "
+        f"{plan.slice.links / 1e9:.0f} GB/s)",
         f"decode: weights + half-full rows, read at {chip.bandwidth / 1e9:.0f} GB/s: {plan.tokens_per_second:,.0f} "
         f"tokens/s over all samplers, {plan.seconds['decode']:.1f} s; prefill {plan.seconds['prefill']:.1f} s",
         f"a step at the roofline {plan.step_seconds:.0f} s; at {REACHED['train']:.0%} and {REACHED['decode']:.0%} of "

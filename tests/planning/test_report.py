@@ -102,6 +102,13 @@ def _flat_changes(cfg):
 
 
 @pytest.mark.quick
+def test_gpus_of_several_nodes_talk_over_the_network():
+    chip = parse_slice("h100:8").chip
+    assert parse_slice("h100:8").links == chip.links and parse_slice("h100:16").links == chip.network < chip.links
+    assert parse_slice("v5e:4x8").links == parse_slice("v5e:4x8").chip.links
+
+
+@pytest.mark.quick
 def test_search_finds_the_largest_microbatch():
     cfg = small()
     best = search(cfg, parse_slice("h100:8"), "x", compiling=False)
@@ -127,7 +134,7 @@ def test_every_configuration_of_record_can_be_planned():
     from envace_jax.config import validate
 
     files = sorted(Path(__file__).parents[2].glob("configs/qwen3_*.py"))
-    assert len(files) == 9
+    assert len(files) == 10
     for file in files:
         cfg = cli.load_config(str(file))
         validate(cfg)
