@@ -180,3 +180,36 @@ def test_settings_are_checked() -> None:
         EndpointSettings("localhost:80", "m")
     with pytest.raises(UserError, match="model"):
         EndpointSettings("http://localhost", "")
+
+
+class Counted:
+    """Stands in for the client: answers at once and notes when it was asked."""
+
+    def __init__(self) -> None:
+        self.chat, self.completions, self.times = self, self, []
+
+    async def create(self, **body: object) -> object:
+        self.times.append(time.monotonic())
+        message = type("Message", (), {"content": "yes", "refusal": None})
+        choice = type("Choice", (), {"message": message, "finish_reason": "stop"})
+        return type("Answer", (), {"choices": [choice], "usage": None})
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("limit", [{"requests_per_minute": 60}, {"tokens_per_minute": 6000, "max_tokens": 92}])
+def test_limits_by_the_minute_are_kept(limit: dict[str, int]) -> None:
+    """60 requests (or 60 of 8 + 92 tokens) may go at once, then one a second: the 62nd comes 2 s after the first."""
+    with Endpoint(EndpointSettings("http://127.0.0.1:1/v1", "m", concurrency=99, **limit)) as e:
+        client = e._client = Counted()
+        assert all(f.result().text == "yes" for f in [e.submit(MESSAGES) for _ in range(62)])
+    assert len(client.times) == 62
+    assert client.times[60] - client.times[0] > 0.9 and client.times[61] - client.times[0] > 1.9
+
+
+def test_retry_after_is_waited_for(httpserver: HTTPServer) -> None:
+    asked = answer_with(httpserver, Response("busy", status=429, headers={"Retry-After": "1"}), ok())
+    with open_endpoint(httpserver) as e:
+        done = e.complete(MESSAGES)
+    assert done.text == "yes" and len(asked) == 2 and done.seconds > 1.0  # without the header at most 0.5

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learning_common import SPEC, random_rows
+from learning_common import SPEC, FakeRow, FakeSegment, FakeTrajectory, random_rows
 
 from envace_jax.config import UserError
+from envace_jax.learning.advantage import role_advantages
 from envace_jax.learning.loss import LossConfig
-from envace_jax.learning.packing import loss_denominator, microbatches, needs_gradient, pack_rows
+from envace_jax.learning.packing import loss_denominator, microbatches, needs_gradient, pack_rows, train_rows
 from envace_jax.learning.step import Update, UpdateConfig, host_metrics, make_update
 from envace_jax.model.qwen3 import init_params
 from envace_jax.model.sharding import make_mesh
+from envace_jax.text.transcript import Role
 
 CONFIG = UpdateConfig(lr=1e-2, rows=4, row_tokens=64, capacity=4, loss=LossConfig(chunk_tokens=64))
 
@@ -98,6 +100,40 @@ def test_all_rows_skipped_equals_zero_gradient(single):
     off, m = run(single, rows)
     close(on["params"], off["params"], 0)
     assert float(m["grad_norm"]) == 0
+
+
+def group_rows(trajectories):
+    advantages = role_advantages(trajectories)
+    return [row for t, a in zip(trajectories, advantages) for row in train_rows(t, a)]
+
+
+def random_trajectory(rng, group, reward):
+    """An ACT row with two outputs and a REHEARSE row with one."""
+    ids = tuple(int(i) for i in rng.integers(1, 90, 16))
+    sampled = (False, True, True, True, False, False, True, True)
+    act = FakeRow(Role.ACT, ids, (*sampled, *(False,) * 8), (-1.0,) * 16)
+    rehearse = FakeRow(Role.REHEARSE, ids[::-1], (False,) * 10 + (True,) * 6, (-1.0,) * 16)
+    segments = (
+        FakeSegment(Role.ACT, 0, act.ids[1:4], row=0, start=1),
+        FakeSegment(Role.REHEARSE, 1, rehearse.ids[10:], row=1, start=10),
+        FakeSegment(Role.ACT, 2, act.ids[6:8], row=0, start=6),
+    )
+    return FakeTrajectory(group, reward, segments, (act, rehearse))
+
+
+def test_a_masked_trajectory_changes_nothing(single):
+    """Its content changes no bit of the gradients, its removal at most 1e-6; with a reward it does change them."""
+    rng = np.random.default_rng(5)
+    seen = [random_trajectory(rng, k // 3, r) for k, r in enumerate((1.0, 0.0, 0.5, 0.0, 1.0, 1.0))]
+    masked = [random_trajectory(rng, 0, None) for _ in range(2)]
+    with_one, with_other = ([*seen[:2], m, *seen[2:]] for m in masked)
+    states = [moment(run(single, group_rows(batch))[0]) for batch in (with_one, with_other, seen)]
+    assert float(jnp.max(jnp.abs(states[0]["embed"]))) > 0
+    close(states[0], states[1], 0)
+    close(states[0], states[2], 1e-6)
+    scored = [*seen[:2], dataclasses.replace(masked[0], reward=0.0), *seen[2:]]
+    other = moment(run(single, group_rows(scored))[0])
+    assert not np.array_equal(np.asarray(other["embed"]), np.asarray(states[0]["embed"]))
 
 
 def test_packing_and_microbatches_do_not_matter(single):
