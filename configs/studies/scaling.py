@@ -24,17 +24,20 @@ sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "docs/studies/scaling.md"
 BEGIN, END = "<!-- made by configs/studies/scaling.py -->", "<!-- end -->"
 GIB = 1 << 30
+GPU = "h100"
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model and where it is trained. `tpu` is the accelerator type of the slice that the configuration plans."""
+    """A model and where it is trained. `tpu` is the accelerator type of the slice that the configuration plans; `gpu`
+    is the configuration for GPUs, with what it changes."""
 
     name: str
     published: str
     config: str
     tpu: str
     gpus: int
+    gpu: tuple[str, ...]
     model: str
 
 
@@ -49,8 +52,24 @@ class Arm:
 
 
 SIZES = (
-    Size("1.7B", "EnvACE-1.7B", "configs/qwen3_1p7b_v5p.py", "v5p-8", 8, "models/qwen3-1.7b"),
-    Size("8B", "EnvACE-8B", "configs/qwen3_8b_v5p.py", "v5p-32", 16, "models/qwen3-8b"),
+    Size(
+        "1.7B",
+        "EnvACE-1.7B",
+        "configs/qwen3_1p7b_v5p.py",
+        "v5p-8",
+        8,
+        ("configs/qwen3_1p7b_v5p.py", f"plan.topology={GPU}:8", "mesh.fsdp=8", "model.attention=cudnn"),
+        "models/qwen3-1.7b",
+    ),
+    Size(
+        "8B",
+        "EnvACE-8B",
+        "configs/qwen3_8b_v5p.py",
+        "v5p-32",
+        16,
+        ("configs/qwen3_8b_gpu16.py",),
+        "models/qwen3-8b",
+    ),
 )
 JUDGE = (
     "rewards.judge=endpoint",
@@ -74,12 +93,6 @@ ARMS = (
     Arm("real_env", "standard GRPO", ("data.source=bfcl", "rewards.judge=rules"), 1),
 )
 BENCHMARKS = (("tau2", "τ²-Bench avg."), ("bfcl_v4", "BFCL V4 avg."), ("vita", "VitaBench avg."))
-GPU = "h100"
-
-
-def gpu_options(size: Size) -> tuple[str, ...]:
-    """What the TPU configuration of a size changes on GPUs."""
-    return (f"plan.topology={GPU}:{size.gpus}", f"mesh.fsdp={size.gpus}", "model.attention=cudnn")
 
 
 def options(size: Size, arm: Arm) -> list[str]:
@@ -97,12 +110,14 @@ def options(size: Size, arm: Arm) -> list[str]:
 
 def commands(size: Size, arm: Arm) -> list[str]:
     """How the cell is trained on a TPU pod slice, and on GPUs."""
-    values = [f"--config.{option}" for option in options(size, arm)]
-    train = f"train --config {size.config} " + " ".join(values)
-    gpu = " ".join(f"--config.{option}" for option in gpu_options(size))
+    config, *changed = size.gpu
+    pod, gpus = (
+        f"train --config {file} " + " ".join(f"--config.{option}" for option in values)
+        for file, values in ((size.config, options(size, arm)), (config, [*options(size, arm), *changed]))
+    )
     return [
-        f"TPU=envace TYPE={size.tpu} RUNTIME=v2-alpha-tpuv5 launch/tpu_pod.sh all -- {train}",
-        f"sbatch --nodes={size.gpus // 8} --gpus-per-node=8 launch/slurm_gpu.sbatch {train} {gpu}",
+        f"TPU=envace TYPE={size.tpu} RUNTIME=v2-alpha-tpuv5 launch/tpu_pod.sh all -- {pod}",
+        f"sbatch --nodes={size.gpus // 8} --gpus-per-node=8 launch/slurm_gpu.sbatch {gpus}",
     ]
 
 
@@ -124,8 +139,9 @@ def planned(size: Size, arm: Arm, gpu: bool):
 
     # What a plan does not depend on (files, addresses) is left out: it need not be there.
     skip = ("data.path", "rewards.", "rollout.simulator", "model.path")
-    values = [o for o in options(size, arm) if not o.startswith(skip)] + list(gpu_options(size) if gpu else ())
-    cfg = load_config(str(ROOT / size.config), [f"--config.{value}" for value in values])
+    config, *changed = size.gpu if gpu else (size.config,)
+    values = [o for o in options(size, arm) if not o.startswith(skip)] + changed
+    cfg = load_config(str(ROOT / config), [f"--config.{value}" for value in values])
     slice_ = parse_slice(cfg.plan.topology)
     return make_plan(cfg, model_spec(cfg), slice_, [], name=arm.name, learners=1, sets=1)
 

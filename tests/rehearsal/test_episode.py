@@ -214,6 +214,27 @@ def test_partial_turns_are_judged_on_request(chat):
     assert play(task, chat, (), (), max_input_tokens=20, judge_partial_turns=True).reward == 0.0
 
 
+@pytest.mark.parametrize(
+    ("dependence", "partial", "scores", "reward"),
+    [
+        (False, False, (0.5, 0.0), 0.25),  # EnvACE
+        (False, True, (0.5, 0.6), 0.55),  # CM2
+        (True, False, (0.0, 0.0), 0.0),  # the default
+        (True, True, (0.0, 0.6), 0.3),
+    ],
+)
+def test_the_published_scorings(chat, dependence, partial, scores, reward):
+    """Turn 0 says what it did not do: C0 (the call, .5) fails, C1 (the reply, .5, depends on C0) passes. Turn 1 calls
+    (C0, .6) and is cut off before it replies (C1, .4)."""
+    call, told = {"kind": "call", "name": "get_order"}, {"kind": "reply", "contains": ["cancelled"]}
+    first = (item("C0", call, weight=0.5), item("C1", told, weight=0.5, dependence=("C0",)))
+    second = (item("C0", call, weight=0.6), item("C1", {"kind": "reply", "contains": ["sent"]}, weight=0.4))
+    task, act = make_task(checklists=((first, second),)), (DONE, SECOND[0], ("A2 is", "length"))
+    played = play(task, chat, act, (SENT,), dependence=dependence, judge_partial_turns=partial)
+    assert played.turn_scores == pytest.approx(scores) and played.reward == pytest.approx(reward)
+    assert played.end_reason == "truncated"
+
+
 class SilentJudge:
     def judge(self, request):
         none = tuple(tuple((None,) * request.n_steps for _ in items) for items in request.items)

@@ -11,14 +11,21 @@ import pytest
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
-from envace_jax.datasets.cm2 import ChecklistItem
+from envace_jax.datasets.cm2 import ChecklistItem, Task
 from envace_jax.endpoint import Endpoint, EndpointSettings
+from envace_jax.learning.metrics import trajectory_metrics
+from envace_jax.rehearsal.rollout import ROLE_CODES, rollout
+from envace_jax.rehearsal.scripted import ScriptedEngine
+from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rewards.checklist import score_checklist
 from envace_jax.rewards.judge import JudgeRequest
 from envace_jax.rewards.judge_prompts import ANALYSES, judge_messages, read_verdicts, render_step
 from envace_jax.rewards.model_judge import ModelJudge
+from envace_jax.text.chat import ChatFormat
+from envace_jax.text.tokenizer import load_tokenizer
 from envace_jax.text.tool_calls import parse_assistant
-from envace_jax.text.transcript import AssistantOutput, Observation, Step, ToolCall, Turn
+from envace_jax.text.transcript import AssistantOutput, Observation, Role, Step, ToolCall, Turn
+from tests.rehearsal.helpers import answer, make_task
 
 
 def item(name: str, truth: str = "true", weight: float = 1.0) -> ChecklistItem:
@@ -40,7 +47,8 @@ def verdict(answer: object) -> dict:
 
 def completion(content: str) -> Response:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
-    body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
     return Response(json.dumps(body), content_type="application/json")
 
 
@@ -116,6 +124,55 @@ def test_no_wrong_reward_whatever_the_server_does(httpserver: HTTPServer, n: int
     failures = sum(v for k, v in stats.items() if k.startswith("failed_"))
     assert 0 < masked < len(truth) and failures > 0  # faults that outlast the attempts mask, and are counted
     assert {c for r in results.values() for c in r.causes.values()} <= {"outage", "timeout", "malformed", "refused"}
+
+
+def two_turn_tasks(n: int) -> list[Task]:
+    """Turn 0: one item that passes and one that does not, by half; turn 1: one that passes. Reward (.5 + 1) / 2."""
+    first = (item("C0", "true", 0.5), item("C1", "false", 0.5))
+    return [make_task(uuid=f"task-{k}", checklists=((first, (item("C0", "true"),)),)) for k in range(n)]
+
+
+def test_no_episode_is_lost_and_what_judging_cost_is_shown(httpserver: HTTPServer, tmp_path) -> None:
+    """40 episodes, every third answer of the judge at fault: each comes back with its right reward or masked; played
+    again, verdicts come from the cache."""
+    chat = ChatFormat(load_tokenizer("data/quickstart/tokenizer"), thinking=False)
+    rng, lock, asked, faults = random.Random(1), threading.Lock(), [], [name for name in FAULTS if name != "never"]
+
+    def handler(req: Request) -> Response:
+        with lock:
+            asked.append(req)
+            fault = rng.choice(faults) if rng.random() < 0.33 else ""
+        return FAULTS[fault](req) if fault else truthful(req)
+
+    httpserver.expect_request("/v1/chat/completions").respond_with_handler(handler)
+    settings = EndpointSettings(
+        httpserver.url_for("/v1"), "m", attempts=1, timeout=60.0, deadline=120.0, cache_dir=str(tmp_path)
+    )
+
+    def play() -> list:
+        # each member says something of its own, so that no two episodes share their verdicts
+        def say(request):
+            act = request.key[-2] == ROLE_CODES[Role.ACT]
+            return f"{request.key}" if act else answer({"ok": True})
+
+        with Endpoint(settings) as endpoint:
+            judge = ModelJudge(endpoint)
+            cfg = RolloutConfig(EpisodeConfig())
+            engine = ScriptedEngine(say, chat.tokenizer)
+            return list(rollout(two_turn_tasks(20), engine=engine, chat=chat, cfg=cfg, judge=judge, group_size=2))
+
+    played = play()
+    assert sorted((t.group, t.member) for t in played) == [(g, m) for g in range(20) for m in range(2)]
+    masked = [t for t in played if t.reward is None]
+    assert 0 < len(masked) < 40
+    assert all(t.masked_cause in {f"judge:{c}" for c in ("outage", "malformed", "refused")} for t in masked)
+    assert all(t.reward == pytest.approx(0.75) for t in played if t.reward is not None)
+    figures = trajectory_metrics(played)
+    assert figures["count/judge_requests"] * 40 == pytest.approx(len(asked))
+    assert figures["count/judge_prompt_tokens"] > 0 and figures["count/judge_cache_hits"] == 0
+    assert sum(v for k, v in figures.items() if k.startswith("masked/judge:")) == len(masked)
+    again = trajectory_metrics(play())
+    assert again["count/judge_cache_hits"] > 1 and again["masked/share"] < figures["masked/share"]
 
 
 def test_an_outage_masks_and_never_scores_zero(httpserver: HTTPServer) -> None:
