@@ -80,11 +80,12 @@ def parse_slice(text: str) -> Slice:
 
 def rollout_slice(chip: Chip, size: int) -> Slice:
     """A small topology of `size` chips for programs that one sampler runs."""
-    shapes = {
+    known: dict[str, dict[int, tuple[int, ...]]] = {
         "v5e": {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)},
         "v6e": {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)},
         "v5p": {1: (2, 2, 1), 2: (2, 2, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4)},
-    }[chip.name]
+    }
+    shapes = known[chip.name]
     fitting = [n for n in sorted(shapes) if n >= size]
     if not fitting:
         raise UserError(f"one sampler over {size} {chip.name} chips: expected at most {max(shapes)}")

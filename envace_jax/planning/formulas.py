@@ -90,7 +90,7 @@ def activation_bytes(spec: Qwen3Spec, tokens: int, chunk: int, remat: str, tenso
     width = 4 * spec.d_model + 2 * (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim / tensor
     hidden = spec.n_experts_per_token * spec.d_ff_expert if spec.is_moe else spec.d_ff
     layer = tokens * (width + 4 * hidden / tensor) * 2
-    kept = spec.n_layers * tokens * spec.d_model * 2
+    kept: float = spec.n_layers * tokens * spec.d_model * 2
     if remat == "none":
         kept += spec.n_layers * layer
     elif remat == "dots":

@@ -7,6 +7,7 @@ when they agree, so that what the traces left open stays open.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -101,6 +102,11 @@ class _Matcher:
         return (self.n - missed) / self.n
 
 
+def _each(change: Callable[[Any], Any], column: Column) -> Callable[[int], Any]:
+    """The candidate that changes a column's values one by one."""
+    return lambda i: change(column.values[i])
+
+
 def explain_scalar(values: Sequence[Any], columns: Sequence[Column], tolerance: float) -> tuple[list[Any], float]:
     """(terms that match, share matched by the best), simple ones first; no terms: unexplained."""
     matcher = _Matcher(values, tolerance)
@@ -109,15 +115,15 @@ def explain_scalar(values: Sequence[Any], columns: Sequence[Column], tolerance: 
     if len(set(map(repr, values))) == 1 and not isinstance(values[0], dict):
         found.append((1.0, 1, _constant(values[0])))
     for column in columns:
-        share = matcher.share(lambda i, c=column: c.values[i])
+        share = matcher.share(column.values.__getitem__)
         if share:
             found.append((share, column.rank, column.term))
         elif isinstance(values[0], str):
-            share = matcher.share(lambda i, c=column: _as_text(c.values[i]))
+            share = matcher.share(_each(_as_text, column))
             if share:
                 found.append((share, column.rank + 1, {"$text": column.term}))
         elif isinstance(values[0], int):
-            share = matcher.share(lambda i, c=column: _as_int(c.values[i]))
+            share = matcher.share(_each(_as_int, column))
             if share:
                 found.append((share, column.rank + 1, {"$int": column.term}))
     if not found or max(f[0] for f in found) < 1.0:
@@ -153,7 +159,7 @@ def _arithmetic(values: Sequence[Any], columns: Sequence[Column], matcher: _Matc
         if offsets:
             offset, n = offsets.most_common(1)[0]
             if n > 1 or len(values) == 1:
-                share = matcher.share(lambda i, c=column, o=offset: _add(c.values[i], o))
+                share = matcher.share(_each(functools.partial(_add, offset), column))
                 if share:
                     term = {"$sum": [column.term, offset]} if offset > 0 else {"$diff": [column.term, -offset]}
                     found.append((share, column.rank + 2, term))
@@ -163,7 +169,7 @@ def _arithmetic(values: Sequence[Any], columns: Sequence[Column], matcher: _Matc
         if factors:
             factor, n = factors.most_common(1)[0]
             if n > 2 and factor not in (0, 1):
-                share = matcher.share(lambda i, c=column, f=factor: _times(c.values[i], f))
+                share = matcher.share(_each(functools.partial(_times, factor), column))
                 if share:
                     term = {"$round": [{"$product": [column.term, factor]}, 2]}
                     found.append((share, column.rank + 3, term))
@@ -360,7 +366,7 @@ def explain_list(
     if len({repr(v) for v in values}) == 1:
         found.append((1.0, 1, {"$const": values[0]}))
     for column in columns:
-        share = matcher.share(lambda i, c=column: c.values[i])
+        share = matcher.share(column.values.__getitem__)
         if share:
             found.append((share, column.rank, column.term))
     if not found or found[0][2].get("$const") == []:

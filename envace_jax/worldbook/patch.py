@@ -49,13 +49,13 @@ def apply_patch(book: Worldbook, patch: dict[str, Any]) -> Worldbook:
     }
     for i, edit in enumerate(patch["edits"]):
         where = f"patch: edit {i}"
-        if not isinstance(edit, dict) or edit.get("kind") not in _KINDS:
+        if not isinstance(edit, dict) or str(edit.get("kind")) not in _KINDS:
             raise UserError(f"{where}: kind: expected one of {', '.join(_KINDS)}")
-        attribute, cls, key = _KINDS[edit["kind"]]
+        attribute, cls, key = _KINDS[str(edit["kind"])]
         table = fields[attribute]
         op = edit.get("op")
         if op == "remove":
-            if table.pop(edit.get("id"), None) is None:
+            if table.pop(str(edit.get("id")), None) is None:
                 raise UserError(f"{where}: there is no {edit['kind']} {edit.get('id')!r}")
             continue
         if op not in ("add", "replace"):
@@ -67,5 +67,5 @@ def apply_patch(book: Worldbook, patch: dict[str, Any]) -> Worldbook:
         if cls is R.TransitionRule:
             check_rule(value)
         table[name] = value
-    changed = {attribute: tuple(table.values()) for attribute, table in fields.items()}
+    changed: dict[str, Any] = {attribute: tuple(table.values()) for attribute, table in fields.items()}
     return replace(book, **changed, status="authored", parent=book.digest)

@@ -320,7 +320,9 @@ def state_from_json(value: Mapping[str, Any], *, complete: bool = True) -> State
         raise StateError(f"initial state: expected an object, found {type(value).__name__}")
     if not value or not set(value) <= set(NAMESPACES):
         value = {"world": dict(value)}
-    root = {n: freeze(dict(value[n]), closed=complete) if n in value else PMap() for n in NAMESPACES}
+    root: dict[Segment, Any] = {
+        n: freeze(dict(value[n]), closed=complete) if n in value else PMap() for n in NAMESPACES
+    }
     if complete:
         # A session that the description does not mention is empty, and known to be so.
         root = {n: v.marked_closed() if n != "epistemic" else v for n, v in root.items()}

@@ -109,7 +109,7 @@ def _object(term: dict[str, Any]) -> Evaluate:
     parts = [(k, _term(v)) for k, v in term.items()]
 
     def evaluate(scope: Scope) -> Any:
-        out = {}
+        out: dict[Segment, Any] = {}
         for key, part in parts:
             value = part(scope)
             if value is UNKNOWN or value is ABSENT:
@@ -159,7 +159,7 @@ def _state(value: Any) -> Evaluate:
 
     last = max(i for i, s in enumerate(segments) if callable(s))
     entity = _entity(segments[: last + 1], json.dumps(value[: last + 1], sort_keys=True))
-    tail: Path = tuple(segments[last + 1 :])  # type: ignore[assignment]
+    tail: Path = tuple(segments[last + 1 :])  # type: ignore[arg-type]
     if not tail:
         return entity
     if len(tail) == 1:

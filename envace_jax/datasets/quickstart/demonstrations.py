@@ -104,7 +104,7 @@ def follow_ups(done: Sequence[tuple[str, dict[str, Any], Result]]) -> Iterator[t
     last_write = max((k for k, (name, _, result) in enumerate(done) if accepted_write(name, result)), default=-1)
     ended: dict[int, str] = {}  # order -> a status that refuses cancellations and new cities for good
     for k, (name, args, result) in enumerate(done):
-        order = args.get("order")
+        order: Any = args.get("order")
         if accepted_write(name, result):
             if name in ("cancel_order", "refund_order"):
                 ended[order] = result["status"]

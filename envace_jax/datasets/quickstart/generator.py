@@ -352,7 +352,7 @@ def checklist(turns: Sequence[dict[str, Any]]) -> tuple[tuple[ChecklistItem, ...
                 rules.append((_CALLS, f"Was {_text(call)} made{' once' if name in WRITES else ''}?", rule))
             if accepted_write(name, result):
                 effects.append(call)
-        contains = [text for done in spoken for text in required_texts(*done, turn["ask"])]
+        contains = [text for name, args, result in spoken for text in required_texts(name, args, result, turn["ask"])]
         reply: dict[str, Any] = {"kind": "reply", "contains": contains}
         if not any(_error(result) for _, _, result in spoken):
             reply["excludes"] = ["cannot"]
