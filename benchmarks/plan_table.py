@@ -2,8 +2,9 @@
 
     python benchmarks/plan_table.py [--formulas] [configs/qwen3_8b_v5p.py ...]
 
-Each plan runs in a process of its own (about a minute or two on two cores, libtpu from the `tpu` extra). Results are
-kept in docs/plan.json by name, so that single configurations can be done again.
+Each plan runs in a process of its own (libtpu from the `tpu` extra). Results are kept in benchmarks/plan.json by name,
+so that single configurations can be done again. `--formulas` compiles nothing and fills in what was never compiled; the
+table says of those rows that the compiler was not run.
 """
 
 from __future__ import annotations
@@ -16,16 +17,29 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA, PAGE = ROOT / "docs/plan.json", ROOT / "docs/plan.md"
+DATA, PAGE = ROOT / "benchmarks/plan.json", ROOT / "docs/plan.md"
 BEGIN, END = "<!-- table: made by benchmarks/plan_table.py -->", "<!-- end of table -->"
 GIB = 1 << 30
 
 
-def plan(file: Path, options: list[str]) -> dict:
-    """The figures of one configuration."""
+def estimate(file: Path) -> dict:
+    """The figures of one configuration from formulas, in this process."""
+    from envace_jax.cli import load_config
+    from envace_jax.planning.chips import parse_slice
+    from envace_jax.planning.command import plan_for
+    from envace_jax.planning.programs import prepare_environment
+    from envace_jax.planning.report import record
+
+    prepare_environment()
+    cfg = load_config(str(file))
+    return record(plan_for(cfg, parse_slice(cfg.plan.topology), file.stem, compiling=False))
+
+
+def plan(file: Path) -> dict:
+    """The figures of one configuration, its programs compiled."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "envace_jax", "plan", "--config", str(file), "--json", str(out), *options]
+        command = [sys.executable, "-m", "envace_jax", "plan", "--config", str(file), "--json", str(out)]
         started = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not out.exists():
@@ -45,8 +59,10 @@ def row(figures: dict) -> str:
     def compiled(name: str) -> str:
         p = programs.get(name)
         if p is None:
-            return "formula"
-        return f"{p['seconds']:.0f} s, {p['code'] / 2**20:.0f} MiB" if not p["needed"] else "refused"
+            return "not run"
+        if p["needed"]:
+            return "refused"
+        return f"{p['seconds']:.0f} s ({p['cpu_seconds']:.0f} of CPU), {p['code'] / 2**20:.0f} MiB"
 
     cells = (
         figures["name"].removeprefix("qwen3_"),
@@ -55,7 +71,7 @@ def row(figures: dict) -> str:
         mesh(figures["rollout_mesh"]),
         " / ".join(f"{peak[phase]:.1f}" for phase in ("rollout", "update", "hand-over")),
         f"{figures['hbm'] / GIB:.1f}",
-        "yes" if figures["fits"] else "**no**",
+        ("yes" if figures["fits"] else "**no**") + ("" if figures["compiled"] else ", by formula"),
         compiled("update"),
         compiled("decode"),
         f"{figures['train_flops']:.2e}",
@@ -84,11 +100,16 @@ HEAD = (
 
 
 def main() -> None:
-    options = [a for a in sys.argv[1:] if a.startswith("--")]
+    options = {a for a in sys.argv[1:] if a.startswith("--")}
+    if options - {"--formulas"}:
+        raise SystemExit(__doc__)
     named = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
     results = json.loads(DATA.read_text()) if DATA.exists() else {}
     for file in named or sorted((ROOT / "configs").glob("qwen3_*.py")):
-        results[file.stem] = plan(file, options)
+        if not options:
+            results[file.stem] = plan(file)
+        elif not results.get(file.stem, {}).get("compiled"):
+            results[file.stem] = estimate(file)
         DATA.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         print(row(results[file.stem]), flush=True)
     order = sorted(results.values(), key=lambda f: (f["parameters"], f["topology"]))

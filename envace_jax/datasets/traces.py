@@ -214,7 +214,7 @@ def _message_events(messages: list[Any], where: str) -> Iterator[TraceEvent]:
             raise BadTrace(f"{at}: expected an object")
         role, content = message.get("role"), message.get("content")
         if role in ("tool", "function"):
-            meta = {}
+            meta: dict[str, Any] = {}
             call_id = message.get("tool_call_id") or (message.get("id") if "requestor" in message else None)
             if call_id:
                 meta["call_id"] = str(call_id)

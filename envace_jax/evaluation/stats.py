@@ -44,7 +44,7 @@ def bootstrap_mean(
 
 
 def cluster_bootstrap(
-    values: Sequence[float],
+    values: Sequence[float] | np.ndarray,
     clusters: Sequence[Hashable],
     *,
     alpha: float = 0.05,
@@ -195,6 +195,6 @@ def _numbered(clusters: Sequence[Hashable]) -> np.ndarray:
     return np.asarray([number.setdefault(c, len(number)) for c in clusters], int)
 
 
-def _present(values: Sequence[float]) -> np.ndarray:
+def _present(values: Sequence[float] | np.ndarray) -> np.ndarray:
     x = np.asarray(values, float)
     return x[~np.isnan(x)]

@@ -35,8 +35,8 @@ class TrainRow:
     sampler_logprobs: np.ndarray
     advantages: np.ndarray
     role: np.ndarray
-    output: np.ndarray | None = None
-    copies: np.ndarray | None = None
+    output: np.ndarray = None  # type: ignore[assignment]  # left out: filled in below
+    copies: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if len(self.ids) < 2 or self.sampled[0]:
@@ -110,8 +110,8 @@ def token_weights(row: TrainRow, normaliser: str) -> np.ndarray:
     """
     weights = np.where(row.sampled, row.copies, 0).astype(np.float32)
     if normaliser == "sequence":
-        lengths = np.bincount(row.output[row.sampled])  # type: ignore[index]
-        weights[row.sampled] /= lengths[row.output[row.sampled]]  # type: ignore[index]
+        lengths = np.bincount(row.output[row.sampled])
+        weights[row.sampled] /= lengths[row.output[row.sampled]]
     elif normaliser not in NORMALISERS:
         raise ValueError(f"unknown normaliser {normaliser!r} (one of {NORMALISERS})")
     return weights
@@ -128,7 +128,7 @@ def loss_denominator(rows: Sequence[TrainRow], normaliser: str, constant: float 
         outputs = sum(
             int(row.copies[row.output == k].max())
             for row in rows
-            for k in np.unique(row.output[row.sampled])  # type: ignore[index]
+            for k in np.unique(row.output[row.sampled])
         )
         return outputs * constant
     return float(sum(token_weights(row, normaliser).sum(dtype=np.float64) for row in rows))

@@ -103,9 +103,9 @@ def write_folder(
     _write_text(staging / CHECKSUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
     (staging / JOURNAL).unlink(missing_ok=True)
     verify_folder(staging, progress=progress)
-    for name, file in zip(names, plan):
+    for name, planned in zip(names, plan):
         header = st.read_header(staging / name)
-        if [(info.name, info.dtype, list(info.shape)) for info in header.values()] != file:
+        if [(info.name, info.dtype, list(info.shape)) for info in header.values()] != planned:
             raise UserError(f"{staging / name}: the file read back does not hold what was written")
     _publish(staging, folder)
     return folder

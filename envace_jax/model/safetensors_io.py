@@ -134,7 +134,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def read_tensor(path: Path, info: TensorInfo) -> np.ndarray:
     """One tensor as a fresh array in its stored dtype; nothing else of the file is held."""
     data = np.empty(info.shape, DTYPES[info.dtype])
-    view = memoryview(data.reshape(-1).view(np.uint8))
+    view = data.reshape(-1).view(np.uint8).data
     with path.open("rb", buffering=0) as file:
         file.seek(info.start)
         done = 0
@@ -190,7 +190,7 @@ def write_file(
             value = np.asarray(produce(spec), DTYPES[spec.dtype], order="C")
             if value.shape != spec.shape:
                 raise ValueError(f"{spec.name}: produced shape {value.shape}, announced {spec.shape}")
-            view = memoryview(value.reshape(-1).view(np.uint8))
+            view = value.reshape(-1).view(np.uint8).data
             file.write(view)
             digest.update(view)
             if on_tensor is not None:

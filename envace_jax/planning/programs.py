@@ -36,11 +36,13 @@ def prepare_environment() -> None:
 class Program:
     """What compiling one program told. Bytes are those of one chip.
 
-    needed: HBM that the compiler asked for where it refused (0: it fits). while_trips: known trip counts of its loops.
+    seconds, cpu_seconds: by the clock, and of all threads together (free of what else the machine does). needed: HBM
+    that the compiler asked for where it refused (0: it fits). while_trips: known trip counts of its loops.
     """
 
     name: str
     seconds: float
+    cpu_seconds: float
     arguments: int = 0
     aliased: int = 0
     output: int = 0
@@ -105,7 +107,7 @@ def compile_program(name: str, lower: Callable[[], Any], mesh: Any, unknown_trip
     """Lowers and compiles; a program too large for the chip is a result, any other failure is raised."""
     import jax
 
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), time.process_time()
     try:
         with jax.set_mesh(mesh):
             compiled = lower().compile()
@@ -117,14 +119,17 @@ def compile_program(name: str, lower: Callable[[], Any], mesh: Any, unknown_trip
         return Program(
             name,
             time.monotonic() - started,
+            time.process_time() - cpu_started,
             needed=_size(*(g for g in used.groups() if g is not None)) if used else 1,
             message=text.splitlines()[0][:300],
         )
+    seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
     memory, text = compiled.memory_analysis(), compiled.as_text()
     found = collectives(text, list(mesh.shape.values()), list(mesh.axis_names), unknown_trips)
     return Program(
         name,
-        time.monotonic() - started,
+        seconds,
+        cpu_seconds,
         arguments=memory.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         output=memory.output_size_in_bytes,

@@ -285,9 +285,9 @@ def lines(plan: Plan) -> list[str]:
             out.append(f"program {p.name}: refused after {p.seconds:.0f} s: {p.message}")
             continue
         out.append(
-            f"program {p.name}: compiled in {p.seconds:.0f} s; arguments {gib(p.arguments)}, temporaries "
-            f"{gib(p.temporaries)}, output {gib(p.output)} ({gib(p.aliased)} aliased), program "
-            f"{p.code / 2**20:.1f} MiB, loops {sorted(set(p.while_trips), reverse=True)[:4]}"
+            f"program {p.name}: compiled in {p.seconds:.0f} s ({p.cpu_seconds:.0f} of CPU); arguments "
+            f"{gib(p.arguments)}, temporaries {gib(p.temporaries)}, output {gib(p.output)} ({gib(p.aliased)} aliased), "
+            f"program {p.code / 2**20:.1f} MiB, loops {sorted(set(p.while_trips), reverse=True)[:4]}"
         )
         for axes, size in sorted(by_axis(p.collectives).items()):
             out.append(f"  collectives over {axes:<16}{gib(size):>12} received a call")

@@ -72,7 +72,7 @@ class StreamParser:
             piece = piece.lstrip("\n")
         if piece:
             self._started = True
-            out.append(Delta(**{kind: piece}))
+            out.append(Delta(reasoning=piece) if kind == "reasoning" else Delta(content=piece))
 
     def _in_content(self, text: str, end: int, final: bool, out: list[Delta]) -> None:
         tags = [(text.find(t, self._at, end), t) for t in ((THINK, CALL) if self._calls else (THINK,))]
