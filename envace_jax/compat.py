@@ -55,7 +55,7 @@ def skip_tpu_search() -> None:
     if importlib.util.find_spec("jax_plugins") is None and not importlib.metadata.entry_points(group="jax_plugins"):
         import jax
 
-        if not jax.config.jax_platforms:
+        if not getattr(jax.config, "jax_platforms", None):  # its type does not name its options
             jax.config.update("jax_platforms", "cpu")
 
 
