@@ -16,6 +16,9 @@ from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rewards.judge import Judge
 
+FIDELITY_TASKS = 100
+"""Of how many held-out tasks without an environment the recorded calls are asked."""
+
 HEADLINES = (
     ("real_greedy", "success in the real environment, greedy"),
     ("real_sampled", "success in the real environment, T = 1"),
@@ -70,7 +73,18 @@ def evaluate_policy(
         "eval/full": figures["reward/full"],
         "eval/masked": figures["masked/share"],
         "eval/act_parsed": figures["act/parsed"],
+        **_to_the_record(tasks, engine, chat, rollout_config, grounding),
     }
+
+
+def _to_the_record(
+    tasks: Sequence[Task], engine: Any, chat: Any, rollout_config: RolloutConfig, grounding: Grounding | None
+) -> Metrics:
+    """Fidelity to the recorded calls of the first `FIDELITY_TASKS` tasks."""
+    from envace_jax.evaluation.recorded_fidelity import recorded_fidelity
+
+    figures = recorded_fidelity(tasks[:FIDELITY_TASKS], engine, chat, rollout_config, grounding)
+    return {f"eval/{name}": value for name, value in figures.items()}
 
 
 def checks(records: Sequence[Mapping[str, Any]], changed: bool) -> list[tuple[str, bool]]:
