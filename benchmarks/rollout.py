@@ -4,6 +4,8 @@
     python benchmarks/rollout.py --full              # 64 x 4, prompts to 4,000 tokens, 12M parameters
     python benchmarks/rollout.py --smoke             # seconds: that it runs, nothing to be measured
     python benchmarks/rollout.py --tunix-python V/bin/python   # also google-tunix from an environment of its own
+    python benchmarks/rollout.py --vllm-python V/bin/python    # also vLLM's CPU build, likewise
+    python benchmarks/rollout.py --control           # episodes of the quickstart: host control and device control
 
 Every side plays the same conversations with the same weights: ACT and REHEARSE take turns, output lengths come from
 `lengths.json` and are forced, so all do the same useful work. Ceilings are measured in the same run. Results are
@@ -262,7 +264,7 @@ def tunix_side(python: str, folder: Path, size: str) -> Result | None:
     return Result("google-tunix", facts["seconds"], facts["useful_tokens"], {})
 
 
-# --- ceilings ---------------------------------------------------------------------------------------------------------
+# --- ceilings --------------------------------------------------------------------------------------------------
 
 
 def best_of(call: Callable[[], object], n: int = 5) -> float:
@@ -346,7 +348,65 @@ class Ceilings:
         return rows * piece / seconds, computed / seconds / self.flops
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- control on the host and on the device ------------------------------------------------------------------------
+
+
+def controls(n_tasks: int, group: int, slots: int) -> dict[str, dict[str, float]]:
+    """The quickstart model's own episodes under both controls, in turn, twice: the second time is measured."""
+    from envace_jax.build import chat_format, load_model, make_engine
+    from envace_jax.config_file import load_file
+    from envace_jax.datasets.sources import load_tasks
+    from envace_jax.rehearsal.rollout import rollout, warm_up_control
+    from envace_jax.rehearsal.settings import RolloutConfig
+    from envace_jax.rewards.judge import RuleJudge
+
+    cfg = load_file(str(HERE.parent / "configs" / "quickstart.py")).get_config()
+    cfg.rollout.context, cfg.rollout.slots = "stream", slots
+    tasks, _ = load_tasks(cfg.data)
+    chat = chat_format(cfg)
+    spec, params = load_model(cfg, chat, None)
+    engine = make_engine(cfg, spec, params)
+    engine.warm_up()
+    base = RolloutConfig.from_config(cfg)
+    warm_up_control(engine, dataclasses.replace(base, control="device"))
+    facts: dict[str, dict[str, float]] = {}
+    ids: dict[str, list] = {}
+    for control in ("host", "device") * 2:
+        before, timings = engine.stats(), {}
+        played = rollout(
+            tasks[:n_tasks],
+            engine=engine,
+            chat=chat,
+            cfg=dataclasses.replace(base, control=control),
+            judge=RuleJudge(),
+            group_size=group,
+            timings=timings,
+        )
+        trajectories = sorted(played, key=lambda t: (t.group, t.member))
+        gained = {name: value - before[name] for name, value in engine.stats().items()}
+        tokens = sum(len(s.ids) for t in trajectories for s in t.segments)
+        wall = timings["wall"]
+        ids[control] = [[s.ids for s in t.segments] for t in trajectories]
+        facts[control] = {
+            "seconds": wall,
+            "tokens": tokens,
+            "tokens_per_second": tokens / wall,
+            "occupancy": gained["tokens_sampled"] / max(1, gained["slot_iterations"]),
+            "host_share": 1 - gained["seconds_waiting"] / wall,
+            "prefilled": gained["tokens_prefilled"],
+            "dropped": gained["device_tokens_dropped"],
+            "handed_over": gained["device_handed_over"],
+            "diverged": gained["device_diverged"],
+            "compiled": gained["programs_compiled_after_warm_up"],
+        }
+    equal = sum(a == b for a, b in zip(ids["host"], ids["device"], strict=True))
+    print(f"\n{n_tasks} tasks x {group}, {slots} lanes; {equal} of {len(ids['host'])} trajectories equal id for id")
+    for control, row in facts.items():
+        print(f"{control:7s}" + ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    return facts
+
+
+# --- the run ---------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -357,8 +417,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=16)
     parser.add_argument("--tunix-python", default="")
     parser.add_argument("--skip", default="", help="sides to leave out: reference, transformers")
+    parser.add_argument("--control", action="store_true", help="compare host and device control, and nothing else")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
+    if args.control:
+        facts = controls(2, 2, 4) if args.smoke else controls(16, 4, args.slots)
+        if args.out:
+            Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")
+        return
     name = "full" if args.full else "smoke" if args.smoke else "default"
     size = SIZES[name]
     params = qwen3.init_params(size.spec, jax.random.key(0))

@@ -76,7 +76,8 @@ def default_config() -> ConfigDict:
                 "max_head_tokens": 3500,  # tasks whose first prompt is longer are dropped and counted
             },
             "rollout": {
-                "control": "host",  # host | device
+                "control": "host",  # host | device (whole episodes in one program)
+                "device_steps": 64,  # control=device: decode iterations until the host looks
                 "context": "stateless",  # stateless | stream
                 "grounding": "oracle",  # none | past | oracle | worldbook
                 "worldbook": "",
@@ -324,6 +325,7 @@ CHECKS: dict[str, Check] = {
     "data.eval_limit": at_least(0),
     "data.max_head_tokens": at_least(1),
     "rollout.control": one_of("host", "device"),
+    "rollout.device_steps": at_least(1),
     "rollout.context": one_of("stateless", "stream"),
     "rollout.grounding": one_of("none", "past", "oracle", "worldbook"),
     "rollout.rehearse_prompt": one_of("full", "compact"),
@@ -408,6 +410,17 @@ for _section in ("rewards.endpoint", "rollout.simulator"):
     }
 
 
+DEVICE_CONTROL = {
+    "rollout.context": ("stream",),
+    "rollout.rehearse_tag": ("tool_response",),
+    "rollout.grounding": ("none", "past", "oracle"),
+    "chat.old_thinking": ("keep",),
+    "learning.arm": ("envace", "single_baseline"),
+}
+"""What whole episodes on the device ask of a configuration: pieces that lie ready, one row a ledger, one set of
+parameters, and REHEARSE alone to answer."""
+
+
 def problems(cfg: ConfigDict) -> list[str]:
     """Every error of a tree, one line each: the key's full name, its value, what was expected."""
     found = []
@@ -430,8 +443,11 @@ def problems(cfg: ConfigDict) -> list[str]:
         found.append("data.path='': data.source=cm2 needs the CM2 file (JSON, JSONL or parquet)")
     if values["rollout.grounding"] == "worldbook" and not values["rollout.worldbook"]:
         found.append("rollout.worldbook='': rollout.grounding=worldbook needs a worldbook folder")
-    if values["rollout.control"] == "device" and values["rollout.context"] != "stream":
-        found.append("rollout.context='stateless': rollout.control=device needs 'stream'")
+    if values["rollout.control"] == "device":
+        for key, wanted in DEVICE_CONTROL.items():
+            if values[key] not in wanted:
+                expected = " or ".join(map(repr, wanted))
+                found.append(f"{key}={values[key]!r}: rollout.control=device needs {expected}")
     if values["rewards.judge"] == "endpoint" and not values["rewards.endpoint.base_url"]:
         found.append("rewards.endpoint.base_url='': rewards.judge=endpoint needs the judge's address")
     if values["learning.arm"] == "act_only_endpoint" and not values["rollout.simulator.base_url"]:

@@ -22,6 +22,7 @@ from envace_jax.learning.run_dir import write_json
 from envace_jax.learning.step import make_update
 from envace_jax.rehearsal.fit import within_limit
 from envace_jax.rehearsal.grounding import Grounding, make_grounding
+from envace_jax.rehearsal.rollout import warm_up_control
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rehearsal.trajectory import TrajectoryWriter
 from envace_jax.rewards.judge import Judge
@@ -115,19 +116,18 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
         for name in set(learners) - {"policy"}:
             learners[name].hand_over(engine, name)
         del params
+        rollout_config = RolloutConfig.from_config(
+            cfg, act_params=arm.act_params, rehearse_params=arm.rehearse_params, observe_workers=arm.observe_workers
+        )
         engine.warm_up()
+        warm_up_control(engine, rollout_config)
         run = Run(
             cfg=cfg,
             folder=folder,
             arm=arm,
             chat=chat,
             spec=spec,
-            rollout=RolloutConfig.from_config(
-                cfg,
-                act_params=arm.act_params,
-                rehearse_params=arm.rehearse_params,
-                observe_workers=arm.observe_workers,
-            ),
+            rollout=rollout_config,
             grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
             judge=make_judge(cfg),
             engine=engine,

@@ -186,10 +186,12 @@ def decode_attention(
     buffer: tuple[jax.Array, jax.Array],
     lengths_B: jax.Array,
     cursor: jax.Array,
+    hidden_BxT: jax.Array | None = None,
 ) -> jax.Array:
     """One query a row over its main positions (`< lengths_B`) and the buffer's (`<= cursor`).
 
-    Scores and softmax are float32, as in `attention_xla`. Returns [B, H, Dh] in the dtype of the values.
+    Main positions that `hidden_BxT` marks are not seen. Scores and softmax are float32, as in `attention_xla`.
+    Returns [B, H, Dh] in the dtype of the values.
     """
     b, h, d = q_BxHxDh.shape
     (k_BxKxTxDh, v_BxKxTxDh), (bk_BxKxCxDh, bv_BxKxCxDh) = main, buffer
@@ -199,6 +201,8 @@ def decode_attention(
         "bkgd,bktd->bkgt", q_BxKxGxDh, k, preferred_element_type=jnp.float32
     )
     seen_BxT = jnp.arange(t)[None] < lengths_B[:, None]
+    if hidden_BxT is not None:
+        seen_BxT &= ~hidden_BxT
     seen_C = jnp.arange(c) <= cursor
     s_main = jnp.where(seen_BxT[:, None, None], score(k_BxKxTxDh) * d**-0.5, NEGATIVE)
     s_buffer = jnp.where(seen_C, score(bk_BxKxCxDh) * d**-0.5, NEGATIVE)
@@ -212,9 +216,15 @@ def decode_attention(
 
 
 def prefill_attention(
-    q_RxPxHxDh: jax.Array, k_RxKxTxDh: jax.Array, v_RxKxTxDh: jax.Array, positions_RxP: jax.Array
+    q_RxPxHxDh: jax.Array,
+    k_RxKxTxDh: jax.Array,
+    v_RxKxTxDh: jax.Array,
+    positions_RxP: jax.Array,
+    hidden_RxT: jax.Array | None = None,
 ) -> jax.Array:
-    """P queries a row over the row's positions up to each query's own. Returns [R, P, H, Dh].
+    """P queries a row over the row's positions up to each query's own, less those that `hidden_RxT` marks.
+
+    Returns [R, P, H, Dh].
 
     Over long rows it runs over slices of the queries, so that no more than `SCORE_BYTES` of scores exist.
     """
@@ -228,6 +238,8 @@ def prefill_attention(
         q = q_RxCxHxDh.reshape(r, -1, n_kv, h // n_kv, d)
         scores = jnp.einsum("rpkgd,rktd->rkgpt", q, k_RxKxTxDh, preferred_element_type=jnp.float32)
         seen_RxCxT = jnp.arange(t)[None, None] <= positions_RxC[:, :, None]
+        if hidden_RxT is not None:
+            seen_RxCxT &= ~hidden_RxT[:, None]
         scores = jnp.where(seen_RxCxT[:, None, None], scores * d**-0.5, NEGATIVE)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_RxKxTxDh.dtype)
         return jnp.einsum("rkgpt,rktd->rpkgd", weights, v_RxKxTxDh).reshape(r, -1, h, d)

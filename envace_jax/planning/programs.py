@@ -302,3 +302,27 @@ def prefill_program(cfg: ConfigDict, spec: Any, mesh: Any) -> Program:
     work = (_whole(mesh, (rows, piece), jnp.int32), _whole(mesh, (rows, 2), jnp.int32))
     lower = functools.partial(jax.jit(prefill, donate_argnums=1).lower, given.params, given.cache, *work)
     return compile_program("prefill", lower, mesh)
+
+
+def episodes_program(cfg: ConfigDict, spec: Any, mesh: Any) -> Program:
+    """The program of `rollout.control=device`: whole episodes, over cache rows of their full length."""
+    import jax
+    import jax.numpy as jnp
+
+    from envace_jax.build import engine_config
+    from envace_jax.rehearsal.settings import EpisodeConfig
+    from envace_jax.sampling import automaton
+
+    config = engine_config(cfg)
+    sizes = automaton.Sizes.of(config, EpisodeConfig.from_config(cfg))
+    given = sampler_shapes(cfg, spec, mesh)
+    shape = list(given.cache.k.shape)
+    shape[-2] = sizes.lengths[-1]
+    cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=x.sharding), given.cache)
+    small = (automaton.empty_lanes(sizes), automaton.empty_book(sizes), automaton.empty_protocol())
+    state = jax.tree.map(lambda x: _whole(mesh, x.shape, x.dtype), small)
+    fixed = dict(spec=spec, options=given.options, sizes=sizes, patience=config.patience)
+    play = jax.jit(functools.partial(automaton.play, **fixed), donate_argnums=1)
+    number = _whole(mesh, (), jnp.int32)
+    lower = functools.partial(play.lower, given.params, cache, *state, number, number)
+    return compile_program("episodes", lower, mesh, config.chunk)

@@ -57,4 +57,13 @@ def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
     print(
         f"{args.out}: {sum(ends.values())} trajectories, mean reward {mean}, {sum(ends.values()) - len(rewards)} masked"
     )
+    stats = engine.stats()
+    if cfg.rollout.control == "device":
+        on, handed, diverged = (int(stats[f"device_{name}"]) for name in ("episodes", "handed_over", "diverged"))
+        dropped, told = stats["device_tokens_dropped"], stats["device_tokens_told"]
+        share = dropped / max(1.0, dropped + told)
+        print(
+            f"on the device: {on} episodes, {handed} handed over, {diverged} left the automaton's path; "
+            f"{share:.1%} of its tokens dropped"
+        )
     print("ends: " + ", ".join(f"{name} {n}" for name, n in ends.most_common()))

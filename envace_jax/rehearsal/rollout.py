@@ -24,7 +24,7 @@ from envace_jax.rehearsal.observers import Observer
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rehearsal.trajectory import Trajectory
 from envace_jax.rewards.judge import Judge, JudgeRequest
-from envace_jax.sampling.engine import Completion, Request, SamplingParams
+from envace_jax.sampling.engine import Completion, Engine, Request, SamplingParams
 from envace_jax.text.transcript import Observation, Role
 
 ROLE_CODES = {Role.ACT: 0, Role.REHEARSE: 1}
@@ -65,6 +65,9 @@ def rollout(
         grounding: what REHEARSE may look at; oracle unless given.
         timings: filled with seconds by phase ("wall", "engine", "waiting"; the rest is host work).
 
+    With `cfg.control="device"` whole episodes are played on the device (`rehearsal.device_control`), to the same
+    trajectories; where an outside source observes, the host has control all the same.
+
     On Ctrl-C the episodes under way are cancelled, yielded as masked trajectories, and the interrupt goes on.
 
     Raises:
@@ -78,6 +81,10 @@ def rollout(
             "tokens: lower it, or make the rows longer"
         )
     setting = Setting.make(chat, config.episode, grounding, outside=observe is not None)
+    if config.control == "device" and observe is None:
+        from envace_jax.rehearsal.device_control import DeviceControl
+
+        engine = DeviceControl(engine, setting, config, step, seed)
     loop = _Loop(engine, config, judge, setting, step, seed, observe)
     starts = (
         episode.start(setting, task, group=first_group + g, member=member)
@@ -85,6 +92,14 @@ def rollout(
         for member in range(group_size)
     )
     return loop.run(starts, timings if timings is not None else {})
+
+
+def warm_up_control(engine: Engine, cfg: RolloutConfig) -> None:
+    """Compiles what control on the device runs besides the engine's programs; nothing under host control."""
+    if cfg.control == "device":
+        from envace_jax.rehearsal.device_control import stage_for
+
+        engine.compiled_beside(lambda: stage_for(engine, cfg).warm_up(engine.params(cfg.act_params)))
 
 
 @dataclass(eq=False)
@@ -166,6 +181,9 @@ class _Loop:
     def _begin(self, state: EpisodeState) -> None:
         live = _Live(state, time.monotonic())
         self.live[state.group, state.member] = live
+        begin = getattr(self.engine, "begin", None)
+        if begin is not None and state.phase is episode.Phase.ACT:
+            begin(state)
         self.ready.append(live)
 
     def _advance(self, live: _Live) -> None:
@@ -207,6 +225,9 @@ class _Loop:
             self.engine.cancel(live.request)
         for row in list(live.rows):
             self._release(live, row)
+        finish = getattr(self.engine, "finish", None)
+        if finish is not None:
+            finish(state)
         forget = getattr(self.observe, "forget", None)
         if forget is not None:
             forget(state)

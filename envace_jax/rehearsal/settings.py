@@ -76,6 +76,8 @@ class RolloutConfig:
         episode: the rules of each episode.
         temperature, top_p, top_k: sampling of both roles.
         live_episodes: how many episodes are under way at once, which bounds memory.
+        control: `host`, or `device`: whole episodes in one program, see `rehearsal.device_control`.
+        device_steps: decode iterations after which such a program lets the host look.
         deadline: seconds an episode may take before it is cut and masked; 0 is none.
         observe_workers: threads for an observation source that waits (an endpoint); 0 calls it in line.
         act_params, rehearse_params: the engine's parameter set of each role; one and the same but in the arms with two.
@@ -86,6 +88,8 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     live_episodes: int = 256
+    control: str = "host"
+    device_steps: int = 64
     deadline: float = 0.0
     observe_workers: int = 0
     act_params: str = "policy"
@@ -94,7 +98,7 @@ class RolloutConfig:
     @staticmethod
     def from_config(cfg: Any, **changes: Any) -> RolloutConfig:
         """From the whole configuration tree; `changes` stand above it."""
-        names = ("temperature", "top_p", "top_k", "live_episodes", "deadline")
+        names = ("temperature", "top_p", "top_k", "live_episodes", "control", "device_steps", "deadline")
         shared = {name: cfg.rollout[name] for name in names}
         shared["episode"] = EpisodeConfig.from_config(cfg)
         return RolloutConfig(**(shared | changes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import jax
 import numpy as np
@@ -39,6 +39,15 @@ COUNTERS = (
     "tokens_guessed_right",
     "seconds_waiting",
     "seconds_in_step",
+    # Episodes in lanes of their own (`rehearsal.device_control`): how many were played there, to their end or to a
+    # hand-over; how many of them the device could not go on with; where the host settled something that the device had
+    # guessed; how many were never in a lane; tokens that trajectories took from there, and tokens sampled beyond.
+    "device_episodes",
+    "device_handed_over",
+    "device_diverged",
+    "device_refused",
+    "device_tokens_told",
+    "device_tokens_dropped",
 )
 SPARE = 0.1
 """Share of free lanes above which a chunk waits for the caller's next requests."""
@@ -204,6 +213,11 @@ class Engine:
         """A parameter set as the programs read it."""
         return self._pools[name].params
 
+    def count(self, **counts: float) -> None:
+        """Adds to the counters what was done for this engine's requests outside of it."""
+        for name, n in counts.items():
+            self._counters[name] += n
+
     def warm_up(self, guided: bool = False) -> list[str]:
         """Compiles every program the engine can ask for (`guided`: also those of requests with a guide).
 
@@ -212,6 +226,12 @@ class Engine:
         lines = list(self.run.warm_up(self.params(), self.config.draft, guided))
         self._compiled_at_warm_up = self.run.n_compiled
         return lines
+
+    def compiled_beside(self, compile: Callable[[], None]) -> None:
+        """Compiles programs that others run over this engine; they count as part of its warm-up."""
+        compile()
+        if self._compiled_at_warm_up is not None:
+            self._compiled_at_warm_up = self.run.n_compiled
 
     def stats(self) -> dict[str, float]:
         """Counters since the engine was made, and the ratios drawn from them."""

@@ -187,10 +187,10 @@ def prefill(
     Rows are read up to `context` positions. A row index out of range computes and writes nothing (padding).
     """
     rows_R, starts_R = places_Rx2[:, 0], places_Rx2[:, 1]
-    return _feed(params, main, tokens_RxP, rows_R, starts_R, spec=spec, options=options, context=context)[1]
+    return feed(params, main, tokens_RxP, rows_R, starts_R, spec=spec, options=options, context=context)[1]
 
 
-def _feed(
+def feed(
     params: Any,
     main: KVCache,
     tokens_RxP: jax.Array,
@@ -200,22 +200,31 @@ def _feed(
     spec: Qwen3Spec,
     options: qwen3.ForwardOptions,
     context: int,
+    places_R: jax.Array | None = None,
+    hidden_RxT: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Runs P tokens a row through the model, writing their keys and values; hidden states [R, P, D] and cache."""
+    """Runs P tokens a row through the model, writing their keys and values; hidden states [R, P, D] and cache.
+
+    `starts_R` are the positions that the model counts; they lie in the cache from there, or from `places_R`. Cache
+    positions that `hidden_RxT` marks are not read.
+    """
     positions_RxP = starts_R[:, None] + jnp.arange(tokens_RxP.shape[1])[None]
+    places_R = starts_R if places_R is None else places_R
+    hidden = () if hidden_RxT is None else (hidden_RxT,)
     rules = options.rules
     heads, kv = rules.spec(None, None, "heads", None), rules.spec(None, None, "kv_heads", None)
     cache_spec = kv_cache.cache_spec(rules, stacked=main.stacked)
 
-    def window(layer: Any, carry: KVCache, q: jax.Array, k: jax.Array, v: jax.Array, rows, starts, positions):
+    def window(layer: Any, carry: KVCache, q: jax.Array, k: jax.Array, v: jax.Array, rows, starts, *hidden):
+        positions = starts[:, None] + jnp.arange(q.shape[1])[None]
         k_RxKxPxDh, v_RxKxPxDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         carry = kv_cache.write_windows(carry, layer, k_RxKxPxDh, v_RxKxPxDh, rows, starts)
         seen = (x.at[rows, :, :context].get(mode="clip") for x in carry.layer(layer))
-        return carry, kv_cache.prefill_attention(q, *seen, positions)
+        return carry, kv_cache.prefill_attention(q, *seen, positions, *hidden)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array):
-        arrays = (carry, q, k, v, rows_R, starts_R, positions_RxP)
-        specs = (cache_spec, heads, kv, kv, P(None), P(None), P(None, None))
+        arrays = (carry, q, k, v, rows_R, places_R, *hidden)
+        specs = (cache_spec, heads, kv, kv, P(None), P(None), *(P(None, None) for _ in hidden))
         if main.stacked:
             return kv_cache.local(window, (P(), *specs), (cache_spec, heads))(layer, *arrays)
         # Unrolled, the index is a number: it must stay one.
@@ -248,7 +257,7 @@ def verify(
     keys_Bx2 = jax.lax.bitcast_convert_type(ints_BxN[:, KEY : KEY + 2], jnp.uint32)
     tokens_BxP = jnp.concatenate([ints_BxN[:, PENDING : PENDING + 1], jnp.maximum(drafts_BxD, 0)], axis=1)
     rows_B = jnp.where(live_B, jnp.arange(b), b)
-    hidden_BxPxD, main = _feed(
+    hidden_BxPxD, main = feed(
         params, main, tokens_BxP, rows_B, length_B, spec=spec, options=options, context=main.length
     )
     logits_BxPxV = qwen3.unembed(params, hidden_BxPxD, options)

@@ -58,6 +58,20 @@ def test_prefill_writes_its_cache_in_place():
 
 
 @pytest.mark.long
+def test_whole_episodes_compile_and_keep_their_cache_in_place():
+    cfg = small()
+    cfg.rollout.control, cfg.rollout.context = "device", "stream"
+    cfg.rollout.max_act_tokens = cfg.rollout.max_rehearse_tokens = 512
+    cfg.rollout.max_segments = 40
+    program = programs.episodes_program(cfg, DENSE, programs.sampler_mesh(cfg, parse_slice("v6e:1x1")))
+    cache = kv_bytes(DENSE) * 16 * 2 * (1024 + 512)  # both ledgers of a lane
+    assert program.fits and program.aliased >= cache
+    # No copy of the cache beside what prefill reads of its rows, and layers are scanned.
+    assert program.temporaries <= 0.5 * cache, (program.temporaries, cache)
+    assert DENSE.n_layers in program.while_trips
+
+
+@pytest.mark.long
 def test_update_on_a_mesh_gathers_layers_one_at_a_time():
     cfg = small()
     cfg.mesh.fsdp, cfg.mesh.tensor, cfg.mesh.sequence = 2, 2, "tensor"
