@@ -77,7 +77,7 @@ def default_config() -> ConfigDict:
             },
             "rollout": {
                 "control": "host",  # host | device (whole episodes in one program)
-                "device_steps": 64,  # control=device: decode iterations until the host looks
+                "device_steps": 32,  # control=device: decode iterations until the host looks
                 "context": "stateless",  # stateless | stream
                 "grounding": "oracle",  # none | past | oracle | worldbook
                 "worldbook": "",

@@ -89,7 +89,7 @@ class RolloutConfig:
     top_k: int = 0
     live_episodes: int = 256
     control: str = "host"
-    device_steps: int = 64
+    device_steps: int = 32
     deadline: float = 0.0
     observe_workers: int = 0
     act_params: str = "policy"
