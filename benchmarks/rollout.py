@@ -34,7 +34,9 @@ from envace_jax.sampling import programs
 from envace_jax.sampling.engine import Engine, EngineConfig, Request, SamplingParams
 
 HERE = Path(__file__).parent
-ACT, REHEARSE = 0, 1
+sys.path.insert(0, str(HERE))
+
+from conversations import ACT, REHEARSE, Conversation, Turn, in_order, save  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,41 +70,6 @@ SIZES = {
     "full": Size(64, 4, (3, 8), (500, 4000), _spec(384, 6, 12, 4, 1024, 4096)),
     "smoke": Size(2, 2, (1, 2), (40, 60), _spec(32, 2, 2, 1, 48, 128), 0.1),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One request of the workload: what stands before it is known, what it samples has a forced length."""
-
-    role: int
-    new_ids: tuple[int, ...]  # ACT: appended to its ledger; REHEARSE: after the static head and the ledger's end
-    length: int
-
-
-@dataclasses.dataclass
-class Conversation:
-    """One member of a group: its turns in order, ACT and REHEARSE alternating."""
-
-    task: int
-    member: int
-    turns: list[Turn]
-    ledger: list[int] = dataclasses.field(default_factory=list)
-    at: int = 0
-
-    def prompt(self, head: tuple[int, ...]) -> list[int]:
-        turn = self.turns[self.at]
-        if turn.role == ACT:
-            return self.ledger + list(turn.new_ids)
-        return [*head, *turn.new_ids, *self.ledger[-400:]]
-
-    def receive(self, prompt: list[int], ids: list[int]) -> None:
-        turn = self.turns[self.at]
-        self.ledger = [*prompt, *ids] if turn.role == ACT else [*self.ledger, *ids]
-        self.at += 1
-
-    @property
-    def done(self) -> bool:
-        return self.at == len(self.turns)
 
 
 def workload(size: Size, seed: int = 0) -> tuple[tuple[int, ...], list[Conversation]]:
@@ -232,36 +199,29 @@ def transformers_side(folder: Path, head: tuple[int, ...], conversations: list[C
         return None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    useful, began = 0, time.perf_counter()
-    while any(not c.done for c in conversations):
-        for role in (ACT, REHEARSE):
-            batch = [c for c in conversations if not c.done and c.turns[c.at].role == role]
-            for part in (batch[i : i + 64] for i in range(0, len(batch), 64)):
-                prompts = [c.prompt(head) for c in part]
-                width, n = max(map(len, prompts)), max(c.turns[c.at].length for c in part)
-                ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-                mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-                with torch.inference_mode():
-                    out = model.generate(
-                        ids, attention_mask=mask, max_new_tokens=n, do_sample=True, top_k=0, pad_token_id=0
-                    )[:, width:]
-                for c, p, row in zip(part, prompts, out.tolist()):
-                    row = row[: c.turns[c.at].length]
-                    useful += len(row)
-                    c.receive(p, row)
+
+    def generate(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        sampled = dict(max_new_tokens=max(lengths), do_sample=True, top_k=0, pad_token_id=0)
+        with torch.inference_mode():
+            return model.generate(ids, attention_mask=mask, **sampled)[:, width:].tolist()
+
+    began = time.perf_counter()
+    useful = in_order((head, conversations), generate)
     return Result("transformers", time.perf_counter() - began, useful, {})
 
 
-def tunix_side(python: str, folder: Path, size: str) -> Result | None:
-    """google-tunix's sampler, turn by turn, in its own environment (see `rollout_tunix.py`)."""
-    done = subprocess.run(
-        [python, str(HERE / "rollout_tunix.py"), str(folder), size], capture_output=True, text=True, check=False
-    )
+def outside_side(name: str, script: str, python: str, folder: Path) -> Result | None:
+    """Another engine in its own environment: a script that gets the model's folder and the conversations."""
+    command = [python, str(HERE / script), str(folder), str(folder / "conversations.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print("tunix:", done.stderr.strip().splitlines()[-1:] or "failed", file=sys.stderr)
+        print(f"{name}:", *(done.stderr.strip().splitlines()[-3:] or ["failed"]), sep="\n  ", file=sys.stderr)
         return None
     facts = json.loads(done.stdout.strip().splitlines()[-1])
-    return Result("google-tunix", facts["seconds"], facts["useful_tokens"], {})
+    return Result(name, facts.pop("seconds"), facts.pop("useful_tokens"), facts)
 
 
 # --- ceilings --------------------------------------------------------------------------------------------------
@@ -415,7 +375,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=16)
-    parser.add_argument("--tunix-python", default="")
+    parser.add_argument("--tunix-python", default="", help="Python of an environment that has google-tunix")
+    parser.add_argument("--vllm-python", default="", help="Python of an environment that has vLLM's CPU build")
     parser.add_argument("--skip", default="", help="sides to leave out: reference, transformers")
     parser.add_argument("--control", action="store_true", help="compare host and device control, and nothing else")
     parser.add_argument("--out", default="")
@@ -446,14 +407,17 @@ def main() -> None:
         unshared.warm_up()
         results.append(play(unshared, *workload(size), ordered=True))
     with tempfile.TemporaryDirectory() as folder:
-        if "transformers" not in args.skip or args.tunix_python:
-            from envace_jax.model.hf import save_params
+        from envace_jax.model.hf import save_params
 
-            save_params(folder, params, size.spec, dtype="F32")
-        if "transformers" not in args.skip:
-            results += [r for r in [transformers_side(Path(folder), *workload(size))] if r]
-        if args.tunix_python:
-            results += [r for r in [tunix_side(args.tunix_python, Path(folder), name)] if r]
+        save_params(folder, params, size.spec, dtype="F32")
+        save(Path(folder) / "conversations.json", *workload(size))
+        sides = [None if "transformers" in args.skip else transformers_side(Path(folder), *workload(size))]
+        for side, script, python in (
+            ("google-tunix", "rollout_tunix.py", args.tunix_python),
+            ("vLLM", "rollout_vllm.py", args.vllm_python),
+        ):
+            sides.append(outside_side(side, script, python, Path(folder)) if python else None)
+        results += [side for side in sides if side is not None]
     first = results[0]
     print(f"\n{'side':18s} {'seconds':>9s} {'useful':>8s} {'tok/s':>9s} {'engine is':>10s}")
     for r in results:
@@ -476,12 +440,6 @@ def main() -> None:
                 f"decode {rows:3d} rows x {context:5d}: {seconds * 1e3:7.2f} ms an iteration, "
                 f"{seconds / rows * 1e6:8.1f} us a token, {share:.0%} of the roofline"
             )
-    try:
-        import vllm  # noqa: F401
-
-        print("vLLM is installed but has no side here yet")
-    except ImportError:
-        print("vLLM: not installed in this environment")
     if args.out:
         facts = {"size": name, "results": [dataclasses.asdict(r) for r in results], "programs": table}
         Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")

@@ -135,15 +135,12 @@ class DeviceControl:
 
     def cancel(self, request_id: int) -> None:
         name = self.asked.pop(request_id, None)
-        if name is not None and name in self.held:
+        if name is not None:
             del self.held[name]
             self._drop(name)
-        for at_engine, number in self.passed.items():
-            if number == request_id:
-                self.engine.cancel(at_engine)
-                return
-        if name is None:
-            self.engine.cancel(request_id)
+            return
+        numbers = {number: at_engine for at_engine, number in self.passed.items()}
+        self.engine.cancel(numbers.get(request_id, request_id))
 
     def release(self, affinity: Any) -> None:
         self.engine.release(affinity)
@@ -286,7 +283,7 @@ class DeviceControl:
         told, (number, request) = self.told[name], self.held[name]
         if not told.segments and name in self.unplayed:
             return  # it is still to come
-        del self.held[name]
+        del self.held[name], self.asked[number]
         if told.segments:
             role, start, end, finish = told.segments[0]
             tokens, logps = told.tokens[role], told.logps[role]

@@ -81,7 +81,7 @@ def rollout(
             "tokens: lower it, or make the rows longer"
         )
     setting = Setting.make(chat, config.episode, grounding, outside=observe is not None)
-    if config.control == "device" and observe is None:
+    if config.control == "device" and observe is None and isinstance(engine, Engine):
         from envace_jax.rehearsal.device_control import DeviceControl
 
         engine = DeviceControl(engine, setting, config, step, seed)
