@@ -90,6 +90,7 @@ def default_config() -> ConfigDict:
                 "on_invalid_call": "observe",  # observe | terminate
                 "on_invalid_rehearsal": "observe",
                 "parser": "strict",  # strict | lenient
+                "constrain": "none",  # none | act | rehearse | both: token masks keep calls and results to their shape
                 "temperature": 1.0,
                 "top_p": 1.0,
                 "top_k": 0,
@@ -335,6 +336,7 @@ CHECKS: dict[str, Check] = {
     "rollout.on_invalid_call": one_of("observe", "terminate"),
     "rollout.on_invalid_rehearsal": one_of("observe", "terminate"),
     "rollout.parser": one_of("strict", "lenient"),
+    "rollout.constrain": one_of("none", "act", "rehearse", "both"),
     "rollout.temperature": at_least(0),
     "rollout.top_p": between(0.0, 1.0),
     "rollout.top_k": at_least(0),
@@ -416,6 +418,7 @@ DEVICE_CONTROL = {
     "rollout.grounding": ("none", "past", "oracle"),
     "chat.old_thinking": ("keep",),
     "learning.arm": ("envace", "single_baseline"),
+    "rollout.constrain": ("none",),
 }
 """What whole episodes on the device ask of a configuration: pieces that lie ready, one row a ledger, one set of
 parameters, and REHEARSE alone to answer."""

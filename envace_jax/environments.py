@@ -40,13 +40,22 @@ def make_environment(task: Task) -> Environment:
         from envace_jax.datasets.bfcl import BfclEnvironment
 
         environment = BfclEnvironment()
+    elif name == "bfcl_single":
+        from envace_jax.datasets.bfcl_single import SingleTurnEnvironment
+
+        environment = SingleTurnEnvironment()
+    elif name == "scienceworld":
+        from envace_jax.evaluation.text_worlds import ScienceWorldEnvironment
+
+        environment = ScienceWorldEnvironment()
     elif name in ("tau2_airline", "tau2_retail"):
         from envace_jax.datasets.tau2 import Tau2Environment
 
         environment = Tau2Environment()
     else:
         raise UserError(
-            f"task {task.uuid}: meta.environment is {name!r}, expected quickstart, bfcl, tau2_airline or tau2_retail"
+            f"task {task.uuid}: meta.environment is {name!r}, expected quickstart, bfcl, bfcl_single, "
+            "scienceworld, tau2_airline or tau2_retail"
         )
     environment.reset(task)
     return environment
@@ -58,6 +67,8 @@ def is_rejection(environment_name: str, value: Any) -> bool:
         return True
     if environment_name == "bfcl":
         return isinstance(value, str) and value.startswith("Error during execution")
+    if environment_name == "scienceworld":
+        return isinstance(value, str) and value.startswith(("No known action matches", "It's not clear how"))
     if environment_name.startswith("tau2"):
         return isinstance(value, str) and value.startswith("Error:")
     return False

@@ -85,6 +85,7 @@ def task_from_entry(entry: dict[str, Any], domain: str, split: str) -> Task:
         "initial_state": entry.get("initial_state"),
         "gold": [[{"name": c.name, "arguments": c.arguments} for c in calls]],
         "communicate": said,
+        "nl_assertions": [str(text) for text in criteria.get("nl_assertions") or []],
         "note": _note(entry),
     }
     environment = Tau2Environment()

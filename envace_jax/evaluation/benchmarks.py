@@ -31,6 +31,8 @@ class Benchmark:
         handler: what plays, and what differs from the official harness.
         turn_steps: ACT outputs a turn may take, 0: no limit of the benchmark's own.
         max_acts: ACT outputs of an episode.
+        live: episodes at once, where each takes a process of its own; 0: as configured.
+        reference: adds the reference dialogue to a task that comes without one (fidelity needs it).
         must_end: whether an episode that was cut off scores 0 whatever it did.
         notes: caveats for every number.
     """
@@ -45,6 +47,8 @@ class Benchmark:
     max_acts: int = 100
     must_end: bool = False
     notes: tuple[str, ...] = ()
+    live: int = 0
+    reference: Callable[[Task], Task] = lambda task: task
 
     def floor(self, task: Task) -> float:
         """The score of an agent that calls nothing and says goodbye in every turn."""
@@ -102,6 +106,26 @@ def _score_bfcl(task: Task, transcript: Transcript) -> dict[str, float]:
     return {"score": float(bfcl_success(task, calls_by_turn(transcript)))}
 
 
+# --- BFCL single-turn -------------------------------------------------------------------------------------------------
+
+
+def _load_single(split: str, limit: int, categories: Sequence[str]) -> list[Task]:
+    from envace_jax.datasets.bfcl_single import CATEGORIES, load_bfcl_single
+
+    if split == "train":
+        raise UserError(
+            "--split train: BFCL's single-turn categories are never trained on here; heldout and all are one"
+        )
+    return load_bfcl_single(tuple(categories) or CATEGORIES, limit)
+
+
+def _score_single(task: Task, transcript: Transcript) -> dict[str, float]:
+    from envace_jax.datasets.bfcl_single import check_single
+
+    first = transcript[0].steps[0].output.calls if transcript and transcript[0].steps else ()
+    return {"score": float(check_single(task, first)[0])}
+
+
 # --- tau2 -------------------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +149,27 @@ def _gold(task: Task) -> list[list[Any]]:
     from envace_jax.text.transcript import ToolCall
 
     return [[ToolCall(call["name"], call["arguments"]) for call in turn] for turn in task.meta["gold"]]
+
+
+# --- ScienceWorld -----------------------------------------------------------------------------------------------------
+
+
+def _load_scienceworld(split: str, limit: int, categories: Sequence[str]) -> list[Task]:
+    from envace_jax.evaluation.scienceworld import load_scienceworld
+
+    return load_scienceworld(split, limit, categories)
+
+
+def _score_scienceworld(task: Task, transcript: Transcript) -> dict[str, float]:
+    from envace_jax.evaluation.scienceworld import score
+
+    return score(task, transcript)
+
+
+def _scienceworld_reference(task: Task) -> Task:
+    from envace_jax.evaluation.scienceworld import with_gold_path
+
+    return with_gold_path(task)
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -153,6 +198,20 @@ BENCHMARKS: dict[str, Benchmark] = {
             "multi-turn alone is no BFCL overall: that needs single-turn, irrelevance and agentic categories",
         ),
     ),
+    "bfcl-single": Benchmark(
+        "bfcl-single",
+        _load_single,
+        lambda task: task.meta["category"],
+        _score_single,
+        ("bfcl_single_turn",),
+        "in process, BFCL v4 single-turn categories (non-live, live, relevance) with their own checker; calls keep the "
+        "dots of their names",
+        turn_steps=1,
+        notes=(
+            "an earlier exchange, which 9 of live_irrelevance have, is told in the user message",
+            "single-turn alone is no BFCL overall: `evaluate bfcl-average` says what is missing",
+        ),
+    ),
     "tau2": Benchmark(
         "tau2",
         _load_tau2,
@@ -165,5 +224,16 @@ BENCHMARKS: dict[str, Benchmark] = {
             "tasks are those of release 1.0.1 scored judge-free as in 0.2.0: numbers with NL_ASSERTION in them are "
             "other numbers",
         ),
+    ),
+    "scienceworld": Benchmark(
+        "scienceworld",
+        _load_scienceworld,
+        lambda task: task.meta["category"],
+        _score_scienceworld,
+        ("scienceworld",),
+        "in process, ScienceWorld simulator (simplifications: easy), one tool do(action), its own score / 100",
+        max_acts=60,
+        live=4,
+        reference=_scienceworld_reference,
     ),
 }

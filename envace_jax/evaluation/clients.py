@@ -16,27 +16,23 @@ VitaBench is played by its own harness (its checkout; delivery and in-store task
 
 Its score needs a judge model; state user and judge with every number. With 'NAME+rehearse-parallel-2' for NAME the
 policy rehearses first.""",
-    "scienceworld": f"""\
-ScienceWorld (pip install scienceworld; it needs a Java runtime) has no harness: its simulator is stepped by a loop of
-one's own, which asks the model over
-
-  {SERVE}
-
-Score 0-100 is the simulator's; report it by task type, on variations that were not trained on.""",
     "bfcl-cli": f"""\
-All categories of BFCL v4 (single-turn, irrelevance, memory) are scored by the official program:
+All categories of BFCL v4 (memory too, but memory_vector) are played and scored by the official program:
 
   {SERVE}
-  python3.11 -m venv V                # it pins an older numpy: never the environment of this project
-  V/bin/pip install --no-deps bfcl-eval==2026.3.23     # and what its metadata requires but sentence-transformers,
-                                                       # with soundfile and transformers
+  launch/clients.sh bfcl              # .clients/bfcl: it pins an older numpy, so it has an environment of its own
   export BFCL_PROJECT_ROOT=RUN        # test_case_ids_to_generate.json lies here, for --run-ids
-  REMOTE_OPENAI_BASE_URL=http://127.0.0.1:8000/v1 REMOTE_OPENAI_API_KEY=EMPTY V/bin/bfcl generate \\
+  REMOTE_OPENAI_BASE_URL=http://127.0.0.1:8000/v1 REMOTE_OPENAI_API_KEY=EMPTY \\
+      .clients/bfcl/bin/bfcl generate \\
       --model Qwen/Qwen3-8B-FC --test-category all_scoring --skip-server-setup --local-model-path MODEL --result-dir R
-  V/bin/bfcl evaluate --model Qwen/Qwen3-8B-FC --test-category all_scoring --result-dir R --score-dir S
+  OPENAI_API_KEY=EMPTY .clients/bfcl/bin/bfcl evaluate --model Qwen/Qwen3-8B-FC --test-category all_scoring \\
+      --result-dir R --score-dir S
 
 This route asks raw completions and renders the Qwen3 prompt itself (temperature .001 unless told, no top_p, 4,096
-tokens). Categories that were not run count as 0 in its overall: a partial overall is no overall.""",
+tokens); it asks for the model by its path, so serve it with --name MODEL. The chat route is --model
+openbmb/MiniCPM-SALA-FC with OPENAI_BASE_URL and OPENAI_API_KEY, served with --alias openbmb/MiniCPM-SALA-FC.
+
+Categories that were not run count as 0 in its overall: a partial overall is no overall.""",
     "tau2-cli": f"""\
 tau2-bench with telecom and its own user simulator is played by the official harness (release 0.2.0 for the judge-free
 score of the papers; say which):

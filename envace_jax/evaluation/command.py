@@ -1,10 +1,12 @@
 """`evaluate`: a policy on a benchmark, one JSON line a task; a stopped evaluation goes on where it was.
 
-evaluate quickstart|bfcl|tau2        played in process, in the real environment
+evaluate quickstart|bfcl|bfcl-single|tau2|scienceworld   played in process, in the real environment
+evaluate bfcl-average RESULT …       BFCL's group means, and its overall where every category is there
 evaluate compare RESULT              beside the published numbers
+evaluate nl-assertions RESULT        tau2's natural-language assertions, by a judge, apart from the score
 evaluate finmcp PREDICTIONS          tool metrics on the benchmark's record format
 evaluate fidelity                    rehearsed against real answers, and rehearsed against real success
-evaluate vita|scienceworld           how the official program is run as a client of `serve`
+evaluate vita|bfcl-cli|tau2-cli      how the official program is run as a client of `serve`
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ from envace_jax.evaluation.clients import CLIENTS, instructions
 from envace_jax.evaluation.results import Header, Result, ResultFile, digest, read_results, table, versions
 from envace_jax.test_time.plan import NAMES, Plan, read_plan
 
-WHAT = (*BENCHMARKS, "fidelity", "finmcp", *CLIENTS, "compare")
+WHAT = (*BENCHMARKS, "fidelity", "finmcp", "bfcl-average", "nl-assertions", *CLIENTS, "compare")
 TEST_TIME_SAMPLING = (1.0, 1.0)
 """Temperature and top_p of the published test-time table, for both roles."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="a benchmark, or what to do with a result file")
-    parser.add_argument("files", nargs="*", type=Path, help="result or prediction files (compare, finmcp)")
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="result or prediction files (compare, finmcp, …)"
+    )
     parser.add_argument("--out", type=Path, help="result file (default: RUN_DIR/evaluation/BENCHMARK.jsonl)")
     parser.add_argument("--split", choices=("heldout", "train", "all"), default="heldout")
     parser.add_argument("--category", action="append", default=[], help="only this part of the benchmark (repeatable)")
@@ -48,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rehearser", metavar="DIR", help="another model rehearses: a folder of the same shape")
     parser.add_argument("--user_url", default="", help="tau2: endpoint of the user simulator (default: scripted solo)")
     parser.add_argument("--user_model", default="", help="tau2: its model")
+    parser.add_argument("--judge_url", default="", help="nl-assertions: endpoint of the judge")
+    parser.add_argument("--judge_model", default="", help="nl-assertions: its model")
     parser.add_argument("--on", default="quickstart", help="fidelity: tasks of quickstart, bfcl or tau2")
 
 
@@ -65,6 +71,12 @@ def run_evaluate(cfg: ConfigDict, args: argparse.Namespace) -> None:
 
         for path in _files(args):
             print("\n".join(compare(*read_results(path))))
+    elif args.what == "bfcl-average":
+        from envace_jax.evaluation.bfcl_average import report as averages
+
+        print("\n".join(averages(_files(args))))
+    elif args.what == "nl-assertions":
+        _nl_assertions(args)
     elif args.what == "finmcp":
         from envace_jax.evaluation.finmcp import report
 
@@ -72,6 +84,22 @@ def run_evaluate(cfg: ConfigDict, args: argparse.Namespace) -> None:
             print("\n".join(report(path)))
     else:
         print(instructions(args.what))
+
+
+def _nl_assertions(args: argparse.Namespace) -> None:
+    from envace_jax.datasets.tau2 import load_tau2
+    from envace_jax.endpoint import Endpoint, EndpointSettings
+    from envace_jax.evaluation import nl_assertions
+
+    if not args.judge_url or not args.judge_model:
+        raise UserError("evaluate nl-assertions: --judge_url and --judge_model name the judge")
+    tasks = {task.uuid: task for task in load_tau2()}
+    settings = EndpointSettings(args.judge_url, args.judge_model, temperature=0.0, top_p=1.0, max_tokens=1024)
+    with Endpoint(settings) as endpoint:
+        for path in _files(args):
+            header, results = read_results(path)
+            assessed = nl_assertions.assess(results, tasks, endpoint)
+            print("\n".join(nl_assertions.report(header, assessed, args.judge_model)))
 
 
 def _files(args: argparse.Namespace) -> list[Path]:
@@ -131,7 +159,7 @@ def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) 
                 voice,
                 trials=header.trials,
                 done=file.done,
-                live=cfg.rollout.live_episodes,
+                live=benchmark.live or cfg.rollout.live_episodes,
                 on_failure=failures.append,
             )
             for result in track(played, benchmark.name, total=len(left)):

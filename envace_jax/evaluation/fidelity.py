@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 Rejection = Callable[[Any], bool]
 
 
@@ -191,6 +193,34 @@ def rejection_scores(decisions: Sequence[tuple[bool | None, bool]]) -> dict[str,
         "reject_f1": 2 * tp / (2 * tp + fp + fn) if tp + fp + fn else math.nan,
         "reject_mcc": (tp * tn - fp * fn) / root if root else math.nan,
     }
+
+
+def rejection_intervals(
+    decisions: Sequence[tuple[bool | None, bool]], groups: Sequence[str], *, resamples: int = 10_000, seed: int = 0
+) -> dict[str, float]:
+    """95% intervals of F1 and Matthews correlation of rejecting, by resampling whole trajectories.
+
+    Resamples that decide nothing (no rejection at all) are left out; NaN where none decides.
+    """
+    ids = {group: k for k, group in enumerate(dict.fromkeys(groups))}
+    counts = np.zeros((len(ids), 4))  # tp, fp, fn, tn
+    for (predicted, real), group in zip(decisions, groups):
+        counts[ids[group], (0 if real else 1) if predicted else (2 if real else 3)] += 1
+    rng = np.random.default_rng(seed)
+    found: dict[str, list[np.ndarray]] = {"reject_f1": [], "reject_mcc": []}
+    for _ in range(0, resamples, 500):
+        drawn = counts[rng.integers(len(ids), size=(500, len(ids)))].sum(axis=1)
+        tp, fp, fn, tn = drawn.T
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found["reject_f1"].append(2 * tp / (2 * tp + fp + fn))
+            found["reject_mcc"].append((tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)))
+    out = {}
+    for name, parts in found.items():
+        values = np.concatenate(parts)
+        values = values[np.isfinite(values)]
+        low, high = np.quantile(values, [0.025, 0.975]) if len(values) else (math.nan, math.nan)
+        out |= {f"{name}_low": float(low), f"{name}_high": float(high)}
+    return out
 
 
 MEANS = ("parseable", "exact", "json_equal", "key_f1", "leaf_f1", "tolerant_f1")

@@ -30,7 +30,7 @@ from envace_jax.config import UserError
 from envace_jax.datasets.records import RecordedCall, Task
 from envace_jax.environments import is_rejection, make_environment
 from envace_jax.evaluation.benchmarks import BENCHMARKS, Benchmark
-from envace_jax.evaluation.fidelity import Pair, compare, json_equal, parse, report
+from envace_jax.evaluation.fidelity import Pair, compare, json_equal, parse, rejection_intervals, report
 from envace_jax.evaluation.quickstart import FidelityCase, ask_rehearse
 from envace_jax.evaluation.stats import cluster_bootstrap
 from envace_jax.rehearsal import episode
@@ -211,6 +211,10 @@ def fidelity_report(asked: Sequence[Probe], predicted: dict[str, list[Pair]]) ->
             values = [float(getattr(compare(pair, rejects), metric)) for pair in pairs]
             interval = cluster_bootstrap(values, [pair.group for pair in pairs])
             out[name]["all"] |= {f"{metric}_low": interval.low, f"{metric}_high": interval.high}
+        decided = [compare(pair, rejects) for pair in pairs]
+        out[name]["all"] |= rejection_intervals(
+            [(one.rejects, one.rejected) for one in decided], [pair.group for pair in pairs]
+        )
     return out
 
 
@@ -318,7 +322,7 @@ def run_fidelity(cfg: ConfigDict, args: argparse.Namespace) -> None:
     if args.on not in BENCHMARKS:
         raise UserError(f"--on {args.on}: expected one of {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[args.on]
-    tasks = benchmark.load(args.split, args.tasks, args.category)
+    tasks = [benchmark.reference(task) for task in benchmark.load(args.split, args.tasks, args.category)]
     chat = chat_format(cfg)
     spec, params = load_model(cfg, chat, mesh_for(cfg))
     engine = make_engine(cfg, spec, params)

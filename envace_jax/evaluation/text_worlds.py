@@ -231,6 +231,10 @@ class ScienceWorldEnvironment:
             self.world.close()
             self.world = None
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the simulator may be gone before us
+            self.close()
+
 
 def scienceworld_missing() -> str:
     """Why ScienceWorld cannot run here, or an empty text."""

@@ -11,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for, rules_for
+from envace_jax.config import UserError
 from envace_jax.datasets.pipeline import TaskIterator, task_iterator
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks, source_counts
@@ -89,6 +90,11 @@ class Run:
 @contextlib.contextmanager
 def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
     """Puts the parts of a run together, compiles, and restores the newest whole checkpoint if there is one."""
+    if cfg.rollout.constrain != "none" and not cfg.learning.importance_cap:
+        raise UserError(
+            f"rollout.constrain={cfg.rollout.constrain} samples from a masked distribution, which is not the one that "
+            "the update computes: set learning.importance_cap (1 corrects the difference), or rollout.constrain=none"
+        )
     display = Display(cfg.learning.steps, enabled=cfg.metrics.progress)
     try:
         display.phase("loading")

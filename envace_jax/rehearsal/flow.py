@@ -24,8 +24,9 @@ from envace_jax.datasets.records import Task
 from envace_jax.environments import Environment
 from envace_jax.rehearsal import episode
 from envace_jax.rehearsal.episode import EpisodeState, Need, NeedObservation, Setting
+from envace_jax.rehearsal.guides import guide_for
 from envace_jax.rehearsal.rollout import LONGEST_NAP, ROLE_CODES
-from envace_jax.sampling.engine import Completion, Request, SamplingParams
+from envace_jax.sampling.engine import Completion, Guide, Request, SamplingParams
 from envace_jax.text.transcript import Message, Observation, Role, canonical_json
 
 T = TypeVar("T")
@@ -70,11 +71,12 @@ class Voice:
         role: Role = Role.ACT,
         segment: int = 0,
         affinity: Hashable = None,
+        guide: Guide | None = None,
     ) -> Request:
         """The engine's request for one segment."""
         params = SamplingParams(self.temperature, self.top_p, self.top_k, max_tokens, tuple(stop_ids))
         name = self.act_params if role is Role.ACT else self.rehearse_params
-        return Request(tuple(prompt_ids), params, (*self.path, ROLE_CODES[role], segment), affinity, name)
+        return Request(tuple(prompt_ids), params, (*self.path, ROLE_CODES[role], segment), affinity, name, guide)
 
 
 User = Callable[[EpisodeState], "Flow[str | None]"]
@@ -137,6 +139,7 @@ def sample(state: EpisodeState, need: Need, voice: Voice, affinity: Hashable = N
             role=need.role,
             segment=need.segment,
             affinity=affinity,
+            guide=guide_for(state, need),
         )
     )
 

@@ -20,6 +20,7 @@ from envace_jax.datasets.cm2 import Task
 from envace_jax.rehearsal import episode
 from envace_jax.rehearsal.episode import EpisodeState, Need, NeedObservation, NeedVerdicts, Setting
 from envace_jax.rehearsal.grounding import Grounding
+from envace_jax.rehearsal.guides import guide_for
 from envace_jax.rehearsal.observers import Observer
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rehearsal.trajectory import Trajectory
@@ -207,7 +208,8 @@ class _Loop:
         params = SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, need.max_tokens, self.setting.chat.stop_ids)
         key = sampling_key(self.seed, self.step, state.group, state.member, need.role, need.segment)
         param_set = cfg.act_params if need.role is Role.ACT else cfg.rehearse_params
-        live.request = self.engine.submit(Request(need.prompt_ids, params, key, affinity, param_set))
+        guide = guide_for(state, need)
+        live.request = self.engine.submit(Request(need.prompt_ids, params, key, affinity, param_set, guide))
         self.sampling[live.request] = live
         # Ledgers that were closed by a fork, or by a stream that began anew, need their keys and values no longer.
         for row in live.rows - {state.act_row, state.rehearse_row}:

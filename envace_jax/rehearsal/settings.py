@@ -23,6 +23,7 @@ class EpisodeConfig:
         checks: a subset of `CHECKS`.
         on_invalid_call, on_invalid_rehearsal: `observe` puts the error into the history, `terminate` ends the episode.
         parser: `strict` or `lenient`, see `text.tool_calls`.
+        constrain: whose outputs are kept to their shape by token masks: `none`, `act`, `rehearse`, `both`.
         max_act_tokens, max_rehearse_tokens: limit of one output.
         max_input_tokens: limit of a prompt of either role.
         max_examples: at most so many recorded calls in a `stateless` REHEARSE prompt, the closest ones; 0 is no limit,
@@ -43,6 +44,7 @@ class EpisodeConfig:
     on_invalid_call: str = "observe"
     on_invalid_rehearsal: str = "observe"
     parser: str = "strict"
+    constrain: str = "none"
     max_act_tokens: int = 8000
     max_rehearse_tokens: int = 8000
     max_input_tokens: int = 12000

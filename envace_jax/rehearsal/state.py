@@ -17,6 +17,7 @@ from envace_jax.text.transcript import AssistantOutput, Observation, Role, Step,
 
 if TYPE_CHECKING:
     from envace_jax.text.chat import ChatFormat
+    from envace_jax.text.constrain import Constrainer
 
 LENGTH_EXCEEDED = "LENGTH_EXCEEDED"
 REHEARSAL_TRUNCATED = "REHEARSAL_TRUNCATED"
@@ -89,7 +90,8 @@ class Done:
 class Setting:
     """What stays the same over an episode, and mostly over a rollout.
 
-    `outside` sends calls to an observation source instead of REHEARSE (the arms without rehearsal).
+    `outside` sends calls to an observation source instead of REHEARSE (the arms without rehearsal). `constrainer`
+    compiles the shapes of outputs where `cfg.constrain` asks for it.
     """
 
     chat: ChatFormat
@@ -97,12 +99,18 @@ class Setting:
     writer: PromptWriter
     grounding: Grounding
     outside: bool = False
+    constrainer: Constrainer | None = None
 
     @staticmethod
     def make(
         chat: ChatFormat, cfg: EpisodeConfig, grounding: Grounding | None = None, outside: bool = False
     ) -> Setting:
-        return Setting(chat, cfg, PromptWriter(chat, cfg), grounding or OracleGrounding(), outside)
+        constrainer = None
+        if cfg.constrain != "none":
+            from envace_jax.text.constrain import Constrainer
+
+            constrainer = Constrainer(chat.tokenizer, chat.stop_ids, thinking=chat.thinking)
+        return Setting(chat, cfg, PromptWriter(chat, cfg), grounding or OracleGrounding(), outside, constrainer)
 
 
 @dataclass(frozen=True)

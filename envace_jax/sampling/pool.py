@@ -272,7 +272,8 @@ class Pool:
         if guided:
             allowed = np.ones((self.slots, self.run.spec.vocab_size), bool)
             for lane in guided:
-                allowed[lane] = self.live[lane].request.guide.allowed()
+                mask = self.live[lane].request.guide.allowed()
+                allowed[lane, : len(mask)], allowed[lane, len(mask) :] = mask, False
             drafts = np.zeros((self.slots, 0), np.int32)
             self.lanes, out, logps = self.run.verify(self.params, self.lanes, drafts, allowed, *arrays)
         elif self.draft:

@@ -13,7 +13,7 @@ class Guide(Protocol):
     """What a constrained request may say next."""
 
     def allowed(self) -> np.ndarray:
-        """Which ids may come next, bool [vocabulary]; must leave at least one."""
+        """Which ids may come next, bool [n]; ids from n on may not. Must leave at least one."""
 
     def accept(self, token: int) -> None:
         """A token was sampled."""

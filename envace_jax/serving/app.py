@@ -22,11 +22,12 @@ from starlette.routing import Route
 
 from envace_jax.config import UserError
 from envace_jax.serving import protocol
-from envace_jax.serving.generate import Generated, Generator
+from envace_jax.serving.generate import Generated, Generator, Guides
 from envace_jax.serving.loop import Overloaded
 from envace_jax.serving.protocol import BadRequest, ChatRequest, Sampling
 from envace_jax.serving.rehearsed import Rehearsals
 from envace_jax.serving.stream import StreamParser, token_texts
+from envace_jax.serving.structured import Structure
 from envace_jax.serving.worlds import Worlds
 from envace_jax.test_time.plan import Plan, read_plan
 from envace_jax.text.chat import CALL, ChatFormat
@@ -38,9 +39,13 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits and names of one server. `api_key` None leaves the routes open (loopback only, see the command)."""
+    """Limits and names of one server. `api_key` None leaves the routes open (loopback only, see the command).
+
+    `aliases` are further names that requests may use for the model: some clients ask for a fixed one.
+    """
 
     model: str
+    aliases: tuple[str, ...] = ()
     api_key: str | None = None
     max_body: int = 8 << 20
     body_seconds: float = 30.0
@@ -53,6 +58,7 @@ class Server:
     def __init__(self, generator: Generator, chat: ChatFormat, settings: ServerSettings, worlds: Worlds):
         self.generator, self.chat, self.settings, self.worlds = generator, chat, settings, worlds
         self.rehearsals = Rehearsals(generator, chat, worlds.cfg)
+        self.structure = Structure(chat)
         guarded = self._guarded
         self.app = Starlette(
             routes=[
@@ -120,7 +126,7 @@ class Server:
     def _method(self, asked: str) -> tuple[str, Plan]:
         """The model of a request, and the test-time method that its name may carry: `NAME+rehearse-parallel-2`."""
         name, plus, method = asked.rpartition("+")
-        if not plus or asked == self.settings.model:
+        if not plus or asked in (self.settings.model, *self.settings.aliases):
             return self._model(asked), Plan()
         try:
             plan = read_plan(method)
@@ -130,7 +136,7 @@ class Server:
         return asked, plan
 
     def _model(self, asked: str) -> str:
-        if asked and asked != self.settings.model:
+        if asked and asked not in (self.settings.model, *self.settings.aliases):
             message = f"model '{asked}' is not served here; '{self.settings.model}' is"
             raise BadRequest(message, "model", 404, "model_not_found")
         return self.settings.model
@@ -179,8 +185,6 @@ class Server:
             return await self._rehearse(body)
         asked = protocol.read_chat(body, self.settings.defaults)
         model, plan = self._method(asked.model)
-        if asked.schema is not None:
-            raise BadRequest("'response_format' with JSON is not supported by this server", "response_format")
         extra: dict[str, Any] = {}
         if plan.kind != "none":
             prepared = await _unless_gone(request, asyncio.ensure_future(self.rehearsals.prepare(asked, plan)))
@@ -188,17 +192,20 @@ class Server:
             extra = {"rehearsal": {"memory": prepared.memory, "tokens": prepared.tokens}}
         prompt, forced = self._prompt(asked)
         self.generator.check(prompt, asked.sampling)
+        guides = await self.structure.guides(asked, forced)
         if asked.sampling.stream:
-            return await self._stream(request, asked, model, prompt, forced)
-        outputs = await self._all(request, prompt, asked.sampling)
+            return await self._stream(request, asked, model, prompt, forced, guides)
+        outputs = await self._all(request, prompt, asked.sampling, guides)
         choices = [self._choice(i, asked, o, forced) for i, o in enumerate(outputs)]
         counted = protocol.usage(len(prompt), sum(len(o.ids) for o in outputs))
         identity = protocol.new_id("chatcmpl")
         return JSONResponse(protocol.envelope("chat.completion", identity, model, choices, usage=counted, **extra))
 
-    async def _all(self, request: Request, prompt: list[int], sampling: Sampling) -> list[Generated]:
+    async def _all(
+        self, request: Request, prompt: list[int], sampling: Sampling, guides: Guides | None = None
+    ) -> list[Generated]:
         """All choices; if the client goes away they are cancelled."""
-        work = asyncio.gather(*(self.generator.whole(prompt, sampling, i) for i in range(sampling.n)))
+        work = asyncio.gather(*(self.generator.whole(prompt, sampling, i, guides=guides) for i in range(sampling.n)))
         return await _unless_gone(request, work)
 
     def _parsed(self, asked: ChatRequest, text: str, truncated: bool) -> AssistantOutput:
@@ -223,7 +230,13 @@ class Server:
         return choice
 
     async def _stream(
-        self, request: Request, asked: ChatRequest, model: str, prompt: list[int], forced: str
+        self,
+        request: Request,
+        asked: ChatRequest,
+        model: str,
+        prompt: list[int],
+        forced: str,
+        guides: Guides | None,
     ) -> Response:
         identity = protocol.new_id("chatcmpl")
         sampling = asked.sampling
@@ -231,7 +244,7 @@ class Server:
 
         async def pump(choice: int) -> None:
             try:
-                async for output, done in self.generator.stream(prompt, sampling, choice, partial=True):
+                async for output, done in self.generator.stream(prompt, sampling, choice, partial=True, guides=guides):
                     await merged.put((choice, output, done))
                     if done:
                         return

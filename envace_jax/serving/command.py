@@ -23,6 +23,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face folder (stands above config.model.path)")
     parser.add_argument("--name", help="the model's name on the wire (default: the folder's)")
+    parser.add_argument("--alias", action="append", default=[], help="a further name for it (repeatable)")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; anything but loopback needs a key")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api_key_env", default="ENVACE_API_KEY", help="environment variable that holds the key")
@@ -47,11 +48,12 @@ def build_server(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Server, Eng
     chat = chat_format(cfg)
     spec, params = load_model(cfg, chat, mesh_for(cfg))
     engine = make_engine(cfg, spec, params)
-    engine.warm_up()
+    engine.warm_up(guided=True)
     loop = EngineLoop(engine, max_requests=args.max_requests, time_limit=args.time_limit)
     generator = Generator(loop, chat.tokenizer, chat.stop_ids, longest_row(cfg), args.max_new_tokens)
     settings = ServerSettings(
         model=args.name or Path(cfg.model.path).resolve().name,
+        aliases=tuple(args.alias),
         api_key=key,
         max_body=int(args.max_body_mb * 2**20),
         defaults=Sampling(temperature=cfg.rollout.temperature, top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k),

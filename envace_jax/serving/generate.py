@@ -7,15 +7,17 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from envace_jax.sampling.engine import Request, SamplingParams
+from envace_jax.sampling.engine import Guide, Request, SamplingParams
 from envace_jax.serving.loop import EngineLoop, Progress
 from envace_jax.serving.protocol import BadRequest, Sampling
 from envace_jax.serving.stream import cut_at_stop
 
 _serial = itertools.count()
+Guides = Callable[[], Any]
+"""Makes a fresh guide for every choice of a request (one that may say why it failed, as `failure`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,14 @@ class Generator:
             )
         return min(room, sampling.max_tokens or self.max_new)
 
-    def request(self, prompt: Sequence[int], sampling: Sampling, choice: int, affinity: Any = None) -> Request:
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        choice: int,
+        affinity: Any = None,
+        guide: Guide | None = None,
+    ) -> Request:
         # A seed makes an answer repeatable: its key names the seed and the choice and nothing else.
         seed = (1, sampling.seed) if sampling.seed is not None else (0, secrets.randbits(31), next(_serial))
         params = SamplingParams(
@@ -56,7 +65,7 @@ class Generator:
             self.check(prompt, sampling),
             self.stop_ids,
         )
-        return Request(tuple(prompt), params, (*seed, choice), affinity)
+        return Request(tuple(prompt), params, (*seed, choice), affinity, guide=guide)
 
     def finished(self, progress: Progress, stops: Sequence[str]) -> Generated:
         ids, logprobs = progress.ids, progress.logprobs
@@ -66,7 +75,14 @@ class Generator:
         return Generated(text, visible, logprobs[: len(visible)], finish)
 
     async def stream(
-        self, prompt: Sequence[int], sampling: Sampling, choice: int, *, partial: bool, affinity: Any = None
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        choice: int,
+        *,
+        partial: bool,
+        affinity: Any = None,
+        guides: Guides | None = None,
     ) -> AsyncGenerator[tuple[Generated, bool], None]:
         """(what there is so far, whether it is all), at least once. Leaving the iterator frees the row.
 
@@ -75,8 +91,9 @@ class Generator:
         here = asyncio.get_running_loop()
         news: asyncio.Queue[Progress] = asyncio.Queue()
         partial = partial or bool(sampling.stop)
+        guide = guides() if guides is not None else None
         ticket = self.loop.submit(
-            self.request(prompt, sampling, choice, affinity),
+            self.request(prompt, sampling, choice, affinity, guide),
             lambda p: here.call_soon_threadsafe(news.put_nowait, p),
             stream=partial,
         )
@@ -90,6 +107,8 @@ class Generator:
                     raise BadRequest(progress.error, status=503 if progress.finish == "error" else 400)
                 if progress.finish == "nan":
                     raise BadRequest("the model produced NaN for this request", status=500)
+                if guide is not None and progress.finish is not None and guide.failure is not None:
+                    raise BadRequest(f"the schema could not be followed: {guide.failure}", status=500)
                 output = self.finished(progress, sampling.stop)
                 done = progress.finish is not None
                 stopped = not done and output.finish == "stop" and bool(sampling.stop)
@@ -100,9 +119,16 @@ class Generator:
             if not done:
                 self.loop.cancel(ticket)
 
-    async def whole(self, prompt: Sequence[int], sampling: Sampling, choice: int, affinity: Any = None) -> Generated:
+    async def whole(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        choice: int,
+        affinity: Any = None,
+        guides: Guides | None = None,
+    ) -> Generated:
         """Waits for the end; cancelled with its caller."""
-        results = self.stream(prompt, sampling, choice, partial=False, affinity=affinity)
+        results = self.stream(prompt, sampling, choice, partial=False, affinity=affinity, guides=guides)
         async with contextlib.aclosing(results):
             async for output, done in results:
                 if done:

@@ -54,7 +54,8 @@ class Sampling:
 class ChatRequest:
     """A checked `/v1/chat/completions` body. `tool_choice` is none, auto, required or a tool's name.
 
-    `schema` is the JSON schema the reply must meet, `{}` for any JSON object, None for free text.
+    `schema` is the JSON schema the reply must meet, None for free text; `strict` says that a tool asks for arguments
+    that meet its schema by construction.
     """
 
     model: str
@@ -66,6 +67,7 @@ class ChatRequest:
     thinking: bool | None
     schema: Mapping[str, Any] | None
     sampling: Sampling
+    strict: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +224,7 @@ def read_chat(body: Any, defaults: Sampling = Sampling()) -> ChatRequest:
         thinking=None if thinking is None else bool(thinking),
         schema=_schema(body.get("response_format")),
         sampling=read_sampling(body, defaults),
+        strict=choice != "none" and any(tool["function"].get("strict") is True for tool in tools),
     )
 
 

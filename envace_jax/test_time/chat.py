@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
-from envace_jax.environments import make_environment
+from envace_jax.environments import Environment, make_environment
 from envace_jax.rehearsal.episode import EpisodeState, Setting
 from envace_jax.rehearsal.flow import Voice, real_run, rehearsal, run_flows
 from envace_jax.rehearsal.grounding import Grounding, NoGrounding, make_grounding
@@ -23,7 +23,7 @@ from envace_jax.rehearsal.prompts import call_text
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.test_time.plan import NAMES, Plan, read_plan
 from envace_jax.test_time.rehearse import Rehearser, Spent, start_of
-from envace_jax.text.transcript import Turn
+from envace_jax.text.transcript import Message, Turn
 
 HELP = "your message, or /quit; an empty line takes the task's own next message"
 
@@ -31,6 +31,11 @@ HELP = "your message, or /quit; an empty line takes the task's own next message"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", type=int, default=0, help="number of the held-out task whose tools and world it is")
     parser.add_argument("--real", action="store_true", help="the task's real environment answers, not the policy")
+    parser.add_argument(
+        "--mcp",
+        metavar="SERVER",
+        help="an MCP server is the real environment: a command in quotes, or an http(s) address",
+    )
     parser.add_argument("--test_time", default="none", metavar="METHOD", help=NAMES)
 
 
@@ -41,22 +46,32 @@ def run_chat(cfg: ConfigDict, args: argparse.Namespace) -> None:
     plan = read_plan(args.test_time)
     if plan.kind not in ("none", "parallel", "sequential"):
         raise UserError(f"--test_time {args.test_time}: chat takes rehearse-parallel-N or rehearse-sequential-N")
-    _, tasks = load_tasks(cfg.data)
-    if not 0 <= args.task < len(tasks):
-        raise UserError(f"--task {args.task}: there are {len(tasks)} held-out tasks, counted from 0")
+    environment = None
+    if args.mcp:
+        from envace_jax.mcp_environment import McpEnvironment, McpServer
+
+        environment = McpEnvironment(McpServer.read(args.mcp))
+        environment.reset()
+        task = Task("mcp", "mcp", (Message("user", ""),), environment.tools, ())
+    else:
+        _, tasks = load_tasks(cfg.data)
+        if not 0 <= args.task < len(tasks):
+            raise UserError(f"--task {args.task}: there are {len(tasks)} held-out tasks, counted from 0")
+        task = tasks[args.task]
     chat = chat_format(cfg)
     spec, params = load_model(cfg, chat, mesh_for(cfg))
     talk = Talk(
-        tasks[args.task],
+        task,
         make_engine(cfg, spec, params),
         chat,
         EpisodeConfig.from_config(cfg, judged=False),
         real=args.real,
+        environment=environment,
         plan=plan,
         grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
         voice=Voice((cfg.seed,), cfg.evaluation.temperature, cfg.evaluation.top_p),
     )
-    world = "real environment" if args.real else "rehearsed world"
+    world = "real environment" if talk.environment is not None else "rehearsed world"
     print(f"task {talk.task.uuid}, {world}, tools: {', '.join(talk.task.tool_names)}\n{HELP}")
     loop(talk, input, print)
 
@@ -95,12 +110,14 @@ class Talk:
         cfg: EpisodeConfig,
         *,
         real: bool = False,
+        environment: Environment | None = None,
         plan: Plan = Plan(),
         grounding: Grounding = NoGrounding(),
         voice: Voice = Voice(),
     ) -> None:
         self.task, self.engine, self.chat, self.voice, self.over = task, engine, chat, voice, ""
-        self.environment = make_environment(task) if real else None
+        self.environment = make_environment(task) if real and environment is None else environment
+        real = self.environment is not None
         rules = replace(cfg, parser="lenient", checks=("format",)) if real else replace(cfg, parser="lenient")
         self.setting = Setting.make(chat, rules, NoGrounding() if real else grounding, outside=real)
         self.plan = plan

@@ -75,6 +75,9 @@ class Tokenizer(Protocol):
     def token_id(self, piece: str) -> int | None:
         """The id of a piece (a tag, or a piece as the vocabulary spells it), or None."""
 
+    def definition(self) -> str:
+        """A `tokenizer.json` that gives the same ids."""
+
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
         """Write files that `transformers.AutoTokenizer.from_pretrained` loads, giving the same ids."""
 
@@ -150,6 +153,9 @@ class HfTokenizer:
     def token_id(self, piece: str) -> int | None:
         return self._tokenizer.token_to_id(piece)
 
+    def definition(self) -> str:
+        return self._path.read_text(encoding="utf-8")
+
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -213,6 +219,9 @@ class SentencePieceTokenizer:
 
     def token_id(self, piece: str) -> int | None:
         return self._ids.get(piece.replace(" ", SPACE))
+
+    def definition(self) -> str:
+        return to_tokenizer_json(self._proto).to_str()
 
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
         directory = Path(directory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,16 +122,23 @@ def _validator(tool_text: str) -> Any:
     where = f"tool {function.get('name')}: parameters"
     if len(tool_text) > MAX_SCHEMA_CHARS:
         raise UserError(f"{where}: the tool has {len(tool_text)} characters, at most {MAX_SCHEMA_CHARS} are taken")
+    schema = arguments_schema(function)
+    try:
+        return jsonschema_rs.validator_for(schema, offline=True, pattern_options=jsonschema_rs.RegexOptions())
+    except ValueError as err:
+        raise UserError(f"{where}: not a usable JSON schema: {_short(str(err).splitlines()[0])}") from None
+
+
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema that a function's arguments are checked against; raises `UserError` where there is none."""
+    where = f"tool {function.get('name')}: parameters"
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise UserError(f"{where}: expected a JSON schema (an object)")
     schema = _usable(parameters, where, 0)
     if "properties" in schema and function.get("strict") is not False and not any(k in schema for k in _SAYS_WHAT_ELSE):
         schema["additionalProperties"] = False
-    try:
-        return jsonschema_rs.validator_for(schema, offline=True, pattern_options=jsonschema_rs.RegexOptions())
-    except ValueError as err:
-        raise UserError(f"{where}: not a usable JSON schema: {_short(str(err).splitlines()[0])}") from None
+    return schema
 
 
 def _usable(schema: Any, where: str, depth: int) -> Any:

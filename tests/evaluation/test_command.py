@@ -89,7 +89,7 @@ def test_other_words_are_answered(tmp_path, capsys):
     predictions.write_text(json.dumps([{"messages": [call], "messages_pred": [call]}]))
     assert evaluate(tmp_path, "finmcp", str(predictions)) == 0
     assert "TF1 100.00" in capsys.readouterr().out
-    for name in ("vita", "scienceworld", "bfcl-cli", "tau2-cli"):
+    for name in ("vita", "bfcl-cli", "tau2-cli"):
         assert evaluate(tmp_path, name) == 0
         assert "python -m envace_jax serve" in capsys.readouterr().out
     assert evaluate(tmp_path, "compare") == 2

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envace_jax.evaluation.fidelity import Pair, compare, error_class, json_equal, rejection_scores, report, summarise
+from envace_jax.evaluation.fidelity import (
+    Pair,
+    compare,
+    error_class,
+    json_equal,
+    rejection_intervals,
+    rejection_scores,
+    report,
+    summarise,
+)
 
 pytestmark = pytest.mark.quick
 JSON = st.recursive(
@@ -64,6 +73,15 @@ def test_rejection_scores_by_hand() -> None:
     # (2*6 - 1*1) / sqrt(3*3*7*7) = 11/21
     assert got["reject_mcc"] == pytest.approx(11 / 21)
     assert math.isnan(rejection_scores([(False, False)])["reject_f1"])
+
+
+def test_rejection_intervals_resample_trajectories() -> None:
+    same = [(True, True), (False, False), (False, False)]
+    got = rejection_intervals(same * 4, [f"t{k}" for k in range(4) for _ in same])
+    assert got["reject_f1_low"] == got["reject_f1_high"] == got["reject_mcc_low"] == 1.0
+    mixed = rejection_intervals([*same * 3, (False, True)], [*(f"t{k}" for k in range(3) for _ in same), "t9"])
+    assert 0 <= mixed["reject_f1_low"] < 1.0 == mixed["reject_f1_high"]
+    assert math.isnan(rejection_intervals([(False, False)], ["t"])["reject_mcc_low"])
 
 
 def test_always_accepting_has_no_rejection_skill() -> None:

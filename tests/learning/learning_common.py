@@ -156,7 +156,7 @@ class ToyEngine:
 
         self.digests[name] = zlib.crc32(np.asarray(params["embed"]).tobytes())
 
-    def warm_up(self):
+    def warm_up(self, guided=False):
         return []
 
     def submit(self, request) -> int:

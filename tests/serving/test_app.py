@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -223,6 +224,33 @@ def test_a_client_that_goes_away_frees_its_row(serve, chat) -> None:
         assert server.loop.open_requests == 0 and engine.idle
 
 
+def test_a_slow_reader_holds_nobody_up_and_loses_nothing(serve, chat) -> None:
+    """A client that reads nothing for a while: others are answered meanwhile, and its own answer comes whole."""
+    said = "word " * 12_000  # more than the sockets' buffers hold
+    server = serve(lambda request: said if "long" in chat.tokenizer.decode(request.prompt_ids) else "quick")
+    server.server.generator.max_length = 10**6
+    body = json.dumps(
+        {"model": "tiny", "messages": [{"role": "user", "content": "long"}], "stream": True, "max_tokens": 10**5}
+    ).encode()
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        s.settimeout(60)
+        s.connect(("127.0.0.1", server.port))
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        s.sendall(head.encode() + body)
+        got = client(server.url).chat.completions.create(model="tiny", messages=USER)
+        assert got.choices[0].message.content == "quick"
+        data = b""
+        while chunk := s.recv(65536):
+            data += chunk
+    assert b"[DONE]" in data
+    events = re.findall(rb"data: (\{.*?\})\n\n", data.replace(b"\r\n", b"\n"))
+    text = "".join(json.loads(e)["choices"][0]["delta"].get("content") or "" for e in events if b"delta" in e)
+    assert text.split() == said.split()
+
+
 def test_many_clients_none_lost_none_mixed(serve, chat) -> None:
     server = serve(lambda request: chat.tokenizer.decode(request.prompt_ids).split("#")[1], max_requests=256)
     answers: dict[int, str] = {}
@@ -233,12 +261,12 @@ def test_many_clients_none_lost_none_mixed(serve, chat) -> None:
         )
         answers[i] = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(32)]
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(64)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert answers == {i: str(i * 7919) for i in range(32)}
+    assert answers == {i: str(i * 7919) for i in range(64)}
 
 
 def test_an_engine_that_breaks_fails_the_health_check_and_tells_everyone(serve, chat) -> None:

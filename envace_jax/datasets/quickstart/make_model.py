@@ -7,6 +7,10 @@ teaches both roles the whole desk. `careless` tunes that policy, for a while, on
 careless in a systematic way (see `demonstrations`): what comes out makes definite mistakes that reinforcement can find
 and undo. The policy of the second phase can be kept (`--careful`).
 
+With `--reviews SHARE` the last two phases also show, for that share of the tasks, what rehearsal at test time asks for:
+self-evaluations, memories, and acting on a memory (`test_time.targets`; rows that do not fit are left out and counted).
+The committed model is made without.
+
 All phases go through the chat format, the REHEARSE prompts, the packing and the update of the main job, with the
 settings of `configs/quickstart.py`. About 15 minutes on 2 idle cores. Made again, the model differs in its last digits
 (threads add up in another order) and by less than 0.03 in success.
@@ -31,10 +35,12 @@ from ml_collections import ConfigDict
 from envace_jax.datasets.quickstart.demonstrations import demonstrations
 from envace_jax.datasets.quickstart.generator import generate_task, generate_tasks
 from envace_jax.datasets.quickstart.make_tokenizer import HOME
+from envace_jax.datasets.records import Task
 from envace_jax.evaluation.quickstart import evaluate
 from envace_jax.learning.loss import LossConfig
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, loss_denominator, microbatches, pack_rows
 from envace_jax.learning.step import UpdateConfig, host_metrics, make_update
+from envace_jax.learning.warmstart import reviews
 from envace_jax.model.hf import save_params
 from envace_jax.model.qwen3 import Params, init_params
 from envace_jax.model.spec import Qwen3Spec
@@ -53,7 +59,7 @@ class Phase:
     """One supervised run: `steps` updates of `rows` packed rows of `row_tokens`, rate `lr` (`falling` to zero).
 
     The demonstrations of `tasks` tasks are shown again and again; of them only ledgers of `roles` that fit into a row.
-    `probes`: share of tasks with questions for REHEARSE.
+    `probes`: share of tasks with questions for REHEARSE. `reviews`: share of tasks with self-evaluations and memories.
     """
 
     name: str
@@ -65,6 +71,7 @@ class Phase:
     tasks: int
     roles: tuple[Role, ...] = (Role.ACT, Role.REHEARSE)
     probes: float = 0.25
+    reviews: float = 0.0
     warmup: int = 50
     falling: bool = True
     evaluated: bool = True
@@ -116,6 +123,8 @@ def batches(phase: Phase, chat: ChatFormat, cfg: EpisodeConfig, seed: int) -> It
         roles = set(shown.roles) & set(phase.roles)
         played = teacher_rows(shown.task, chat, cfg, shown.messages)
         rows += [train_row(row) for row in played if row.role in roles and len(row.ids) <= phase.row_tokens]
+    if phase.reviews > 0:
+        rows += review_rows_of(phase, tasks, chat, cfg, seed)
     room = int(phase.rows * phase.row_tokens * 0.9)  # what best-fit packing can be sure to fill is less than all
     batch: list[TrainRow] = []
     while True:
@@ -125,6 +134,17 @@ def batches(phase: Phase, chat: ChatFormat, cfg: EpisodeConfig, seed: int) -> It
                 yield batch
                 batch = []
             batch.append(row)
+
+
+def review_rows_of(
+    phase: Phase, tasks: Sequence[Task], chat: ChatFormat, cfg: EpisodeConfig, seed: int
+) -> list[TrainRow]:
+    """Self-evaluations, memories and acting on them, for a share of the tasks; prints how many rows were too long."""
+    rng = random.Random(f"reviews/{phase.name}/{seed}")
+    made = [row for task in tasks if rng.random() < phase.reviews for row in reviews(task, chat, cfg, rng)]
+    fitting = [row for row in made if len(row.ids) <= phase.row_tokens]
+    print(f"{phase.name}: {len(fitting)} review rows, {len(made) - len(fitting)} longer than {phase.row_tokens} tokens")
+    return fitting
 
 
 def run_phase(phase: Phase, params: Params, spec: Qwen3Spec, chat: ChatFormat, cfg: EpisodeConfig, seed: int) -> Params:
@@ -229,12 +249,27 @@ def main() -> None:
     parser.add_argument("--out", default=str(HOME / "model"), help="folder to write (default: %(default)s)")
     parser.add_argument("--careful", help="folder for the model of the careful phase (default: not kept)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--reviews",
+        type=float,
+        default=0.0,
+        help="share of tasks that also teach self-evaluation and memory (default: 0)",
+    )
     parser.add_argument("--eval_tasks", type=int, default=200)
     for phase in PHASES:
         help_text = f"steps of this phase (default {phase.steps})"
         parser.add_argument(f"--{phase.name}_steps", type=int, default=phase.steps, help=help_text)
     args = parser.parse_args()
-    phases = [replace(phase, steps=getattr(args, f"{phase.name}_steps")) for phase in PHASES]
+    if not 0.0 <= args.reviews <= 1.0:
+        parser.error(f"--reviews {args.reviews}: expected a share between 0 and 1")
+    phases = [
+        replace(
+            phase,
+            steps=getattr(args, f"{phase.name}_steps"),
+            reviews=args.reviews if Role.REHEARSE in phase.roles else 0.0,
+        )
+        for phase in PHASES
+    ]
     make_model(
         load_config(str(HOME.parents[1] / "configs" / "quickstart.py")),
         Path(args.tokenizer),

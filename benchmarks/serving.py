@@ -1,0 +1,146 @@
+"""Served throughput against the engine's own: the same requests through HTTP streams and straight to the engine.
+
+    python benchmarks/serving.py --model data/quickstart/model --config configs/quickstart.py --streams 32
+
+Every request samples exactly `--tokens` tokens (nothing stops it), so both sides do equal work; sides take turns,
+`--repeats` times, on one engine in one process. The served side is asked by asyncio clients in a process of their own,
+over loopback. Printed: tokens/s of both (median and range), the ratio, time to the first token. Goal: 0.95 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+CLIENT = """
+import asyncio, json, sys, time
+host, port, streams, body = "127.0.0.1", int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
+
+async def one():
+    reader, writer = await asyncio.open_connection(host, port)
+    head = "POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n"
+    head += f"Content-Length: {len(body)}\\r\\n\\r\\n"
+    start = time.perf_counter()
+    writer.write(head.encode() + body)
+    first, data = None, b""
+    while chunk := await reader.read(65536):
+        data += chunk
+        if first is None and b"data: " in data:
+            first = time.perf_counter() - start
+    writer.close()
+    assert b"[DONE]" in data, data[-300:]
+    return first
+
+async def main():
+    return await asyncio.gather(*(one() for _ in range(streams)))
+
+for line in sys.stdin:  # one line from the parent starts one round
+    start = time.perf_counter()
+    firsts = asyncio.run(main())
+    print(json.dumps([time.perf_counter() - start, sorted(firsts)]), flush=True)
+"""
+
+
+def direct(loop: Any, generator: Any, prompt: list[int], sampling: Any, streams: int) -> float:
+    """Seconds for all requests straight on the engine's own loop (no HTTP, no streaming)."""
+    done = threading.Event()
+    left = [streams]
+
+    def report(progress: Any) -> None:
+        assert progress.error is None, progress.error
+        left[0] -= progress.finish is not None
+        if left[0] == 0:
+            done.set()
+
+    start = time.perf_counter()
+    for k in range(streams):
+        loop.submit(generator.request(prompt, sampling, k), report)
+    assert done.wait(600)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Served tokens/s against the engine's own.")
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--model", default="data/quickstart/model")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompt_tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args, overrides = parser.parse_known_args()
+
+    import uvicorn
+
+    from envace_jax.cli import load_config
+    from envace_jax.compat import set_up_jax
+    from envace_jax.serving.command import build_server
+    from envace_jax.serving.protocol import Sampling
+
+    set_up_jax()
+    room = args.prompt_tokens + args.tokens
+    sizes = [f"--config.rollout.max_input_tokens={room}", f"--config.rollout.slots={args.streams}"]
+    cfg = load_config(args.config, [*sizes, f"--config.learning.row_tokens={2 * room + 128}", *overrides])
+    command = argparse.Namespace(
+        model=args.model, name="m", alias=[], host="127.0.0.1", api_key_env="NO_KEY_HERE",
+        max_requests=4 * args.streams, max_new_tokens=args.tokens, time_limit=600.0, max_body_mb=8.0,
+    )  # fmt: skip
+    server, loop = build_server(cfg, command)
+    generator = server.generator
+    generator.stop_ids = ()  # every request runs to its limit
+    app = uvicorn.Server(uvicorn.Config(server.app, host="127.0.0.1", port=0, log_level="error"))
+    threading.Thread(target=lambda: asyncio.run(app.serve()), daemon=True).start()
+    while not app.started:
+        time.sleep(0.05)
+    port = app.servers[0].sockets[0].getsockname()[1]
+    prompt = [5 + k % 200 for k in range(args.prompt_tokens)]
+    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": args.tokens, "stream": True, "temperature": 1.0})
+    clients = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(port), str(args.streams), body],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert clients.stdin is not None and clients.stdout is not None
+    sampling = Sampling(max_tokens=args.tokens)
+    tokens = args.streams * args.tokens
+    served, own, firsts = [], [], []
+    for k in range(args.repeats + 1):  # the first round warms both sides up
+        seconds = direct(loop, generator, prompt, sampling, args.streams)
+        clients.stdin.write("go\n")
+        clients.stdin.flush()
+        wall, first = json.loads(clients.stdout.readline())
+        if k:
+            own.append(tokens / seconds)
+            served.append(tokens / wall)
+            firsts += first
+    clients.stdin.close()
+    clients.wait(timeout=30)
+    app.should_exit = True
+    loop.drain(5)
+    figures = {
+        "streams": args.streams,
+        "tokens_a_request": args.tokens,
+        "prompt_tokens": args.prompt_tokens,
+        "engine_tokens_per_second": statistics.median(own),
+        "engine_range": [min(own), max(own)],
+        "served_tokens_per_second": statistics.median(served),
+        "served_range": [min(served), max(served)],
+        "ratio": statistics.median(served) / statistics.median(own),
+        "first_token_seconds_median": statistics.median(firsts),
+    }
+    print(json.dumps(figures, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Does rehearsing help? Test-time rehearsal on quickstart: N = 0..3, parallel and sequential, two rehearsers, controls.
+
+    python benchmarks/test_time_study.py --trained runs/trained --warm runs/warm --out runs/test_time
+
+The acting policy is the trained one throughout. It rehearses itself (`trained`) or the warm-started policy rehearses
+for it (`warm`). Controls get the tokens that parallel rehearsal took on the same task and seed (`best`, `vote`), or N
+trials in forks of the real environment, or a longer thinking budget; what each spent is printed beside its score. Every
+cell is one `evaluate quickstart` run with its own result file, so that a stopped study goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envace_jax.evaluation.results import Result, read_results
+from envace_jax.evaluation.stats import cluster_bootstrap
+
+CONTROLS = ("best", "vote", "trials", "think")
+MATCHED = ("best", "vote")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting of the study: method and N, who rehearses, seed."""
+
+    method: str
+    n: int
+    rehearser: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.n}-{self.rehearser}-seed{self.seed}"
+
+    @property
+    def plan(self) -> str:
+        return "none" if self.n == 0 else f"{self.method}-{self.n}"
+
+
+def cells(ns: Sequence[int], seeds: Sequence[int], controls: Sequence[str] = CONTROLS) -> Iterator[Cell]:
+    """All cells; those whose tokens a control is matched to come before it."""
+    for seed in seeds:
+        yield Cell("none", 0, "trained", seed)
+        for n in ns:
+            for method in ("rehearse-parallel", "rehearse-sequential"):
+                for rehearser in ("trained", "warm"):
+                    yield Cell(method, n, rehearser, seed)
+            for control in controls:
+                yield Cell(control, n, "trained", seed)
+
+
+def arguments(cell: Cell, args: argparse.Namespace) -> list[str]:
+    """The `evaluate` command of a cell."""
+    out = [
+        *("evaluate", "quickstart", "--config", args.config, f"--config.model.path={args.trained}"),
+        *(f"--config.seed={cell.seed}", "--tasks", str(args.tasks), "--trials", "1"),
+        *("--test_time", cell.plan, "--memory_tokens", str(args.memory_tokens)),
+        *("--out", str(result_path(args.out, cell))),
+    ]
+    if cell.rehearser == "warm":
+        out += ["--rehearser", args.warm]
+    if cell.method in MATCHED:
+        matched = Cell("rehearse-parallel", cell.n, "trained", cell.seed)
+        out += ["--match", str(result_path(args.out, matched))]
+    return out
+
+
+def result_path(folder: Path, cell: Cell) -> Path:
+    return folder / f"{cell.name}.jsonl"
+
+
+def run(args: argparse.Namespace, command: Callable[[list[str]], int]) -> None:
+    """Plays every cell; raises `SystemExit` with the first failure's status."""
+    for cell in cells(args.n, args.seeds, args.controls):
+        print(f"== {cell.name}", flush=True)
+        if status := command([*arguments(cell, args), *args.override]):
+            raise SystemExit(status)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table, over all seeds: success with its interval (tasks resampled), tokens a task."""
+
+    method: str
+    n: int
+    rehearser: str
+    mean: float
+    low: float
+    high: float
+    by_seed: tuple[float, ...]
+    tokens: float
+
+
+def summary(folder: Path, ns: Sequence[int], seeds: Sequence[int], controls: Sequence[str] = CONTROLS) -> list[Line]:
+    """The table's rows; a setting of which a seed is missing is left out."""
+    found: dict[tuple[str, int, str], list[list[Result]]] = {}
+    for cell in cells(ns, seeds, controls):
+        path = result_path(folder, cell)
+        if path.is_file():
+            found.setdefault((cell.method, cell.n, cell.rehearser), []).append(read_results(path)[1])
+    lines = []
+    for (method, n, rehearser), runs in found.items():
+        if len(runs) < len(seeds) or not all(runs):
+            continue
+        together = [result for run in runs for result in run]
+        interval = cluster_bootstrap([r.score for r in together], [r.task for r in together])
+        lines.append(
+            Line(
+                method,
+                n,
+                rehearser,
+                interval.mean,
+                interval.low,
+                interval.high,
+                tuple(sum(r.score for r in run) / len(run) for run in runs),
+                sum(r.tokens for r in together) / len(together),
+            )
+        )
+    return lines
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The rows as a Markdown table."""
+    out = [
+        "| method | N | rehearser | success | 95% interval | by seed | tokens a task |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for x in lines:
+        seeds = ", ".join(f"{value:.3f}" for value in x.by_seed)
+        interval = f"[{x.low:.3f}, {x.high:.3f}]"
+        out.append(f"| {x.method} | {x.n} | {x.rehearser} | {x.mean:.3f} | {interval} | {seeds} | {x.tokens:.0f} |")
+    return "\n".join(out) + "\n"
+
+
+def plot(lines: Sequence[Line], path: Path) -> None:
+    """Success against tokens a task, one curve a method and rehearser, all from N = 0."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    start = [x for x in lines if x.n == 0]
+    for method, rehearser in sorted({(x.method, x.rehearser) for x in lines if x.n}):
+        curve = start + sorted(
+            (x for x in lines if x.n and (x.method, x.rehearser) == (method, rehearser)), key=lambda x: x.n
+        )
+        errors = [[x.mean - x.low for x in curve], [x.high - x.mean for x in curve]]
+        label = f"{method}, {rehearser} rehearser" if method.startswith("rehearse") else f"{method} (control)"
+        axes.errorbar([x.tokens for x in curve], [x.mean for x in curve], errors, marker="o", capsize=2, label=label)
+    axes.set_xlabel("generated tokens a task (log scale)")
+    axes.set_ylabel("success in the real environment")
+    axes.set_xscale("log")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Test-time rehearsal on quickstart, with its controls.")
+    parser.add_argument("--trained", required=True, help="folder of the trained policy, which acts")
+    parser.add_argument("--warm", required=True, help="folder of the warm-started policy, the other rehearser")
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--out", type=Path, default=Path("runs/test_time"), help="folder of the result files")
+    parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--controls", nargs="*", choices=CONTROLS, default=list(CONTROLS))
+    parser.add_argument("--memory_tokens", type=int, default=64)
+    parser.add_argument("--only_table", action="store_true", help="play nothing, sum up what is there")
+    args, args.override = parser.parse_known_args(argv)
+    wrong = [word for word in args.override if not word.startswith("--config.")]
+    if wrong:
+        parser.error(f"{wrong[0]}: unknown")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from envace_jax.cli import main as command
+
+    args = parse(argv)
+    if not args.only_table:
+        run(args, command)
+    lines = summary(args.out, args.n, args.seeds, args.controls)
+    (args.out / "table.md").write_text(table(lines))
+    plot(lines, args.out / "test_time.svg")
+    print(table(lines) + f"\nwritten: {args.out / 'table.md'}, {args.out / 'test_time.svg'}")
+
+
+if __name__ == "__main__":
+    main()

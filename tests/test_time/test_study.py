@@ -1,0 +1,85 @@
+"""The test-time study in small form: its cells, its table and plot, and (long) a real run of a few tasks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from envace_jax import cli
+from envace_jax.evaluation.results import Header, Result, ResultFile, read_results
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("test_time_study", ROOT / "benchmarks" / "test_time_study.py")
+assert _spec is not None and _spec.loader is not None
+study = importlib.util.module_from_spec(_spec)
+import sys  # noqa: E402
+
+sys.modules["test_time_study"] = study
+_spec.loader.exec_module(study)
+
+MODEL = str(ROOT / "data" / "quickstart" / "model")
+
+
+def arguments(folder: Path, *more: str):
+    return study.parse(["--trained", MODEL, "--warm", MODEL, "--out", str(folder), *more])
+
+
+def test_cells_commands_table_and_plot(tmp_path):
+    args = arguments(tmp_path, "--n", "1", "2", "--seeds", "0", "1", "--config.rollout.slots=8")
+    assert args.override == ["--config.rollout.slots=8"]
+    every = list(study.cells(args.n, args.seeds))
+    assert len(every) == 2 * (1 + 2 * (4 + 4)) == len({cell.name for cell in every})
+    order = [cell.name for cell in every]
+    for cell in every:
+        command = study.arguments(cell, args)
+        if "--match" in command:
+            matched = Path(command[command.index("--match") + 1]).stem
+            assert order.index(matched) < order.index(cell.name) and f"seed{cell.seed}" in matched
+    asked = []
+    study.run(args, lambda command: asked.append(command) or 0)
+    assert len(asked) == len(every) and all(command[-1] == args.override[0] for command in asked)
+    with pytest.raises(SystemExit):
+        study.run(args, lambda command: 2)
+    for cell in every:
+        if cell.name == "think-2-trained-seed1":
+            continue  # not played yet: its row is left out
+        with ResultFile(study.result_path(tmp_path, cell), Header("q", {}, "h", "t", {})) as file:
+            for task in range(4):
+                score = float(task < 2 + cell.n - (cell.rehearser == "warm"))
+                file.write(Result(f"t{task}", 0, "quickstart", min(score, 1.0), tokens=100 * (cell.n + 1)))
+    lines = study.summary(tmp_path, args.n, args.seeds)
+    assert len(lines) == 16
+    by_name = {(x.method, x.n, x.rehearser): x for x in lines}
+    assert by_name["none", 0, "trained"].mean == 0.5
+    assert by_name["rehearse-parallel", 1, "warm"].by_seed == (0.5, 0.5)
+    assert by_name["rehearse-sequential", 2, "trained"].mean == 1.0
+    assert "| vote | 2 | trained | 1.000 | [1.000, 1.000] | 1.000, 1.000 | 300 |" in study.table(lines)
+    study.plot(lines, tmp_path / "p.svg")
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.long
+def test_a_small_study_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    args = arguments(tmp_path, "--tasks", "2", "--n", "1", "--seeds", "0", "--controls", "best", "think")
+    args.override = ["--config.rollout.slots=4", "--config.rollout.live_episodes=4"]
+    study.run(args, cli.main)
+    lines = study.summary(tmp_path, args.n, args.seeds, args.controls)
+    assert {(x.method, x.rehearser) for x in lines} == {
+        ("none", "trained"),
+        ("rehearse-parallel", "trained"),
+        ("rehearse-parallel", "warm"),
+        ("rehearse-sequential", "trained"),
+        ("rehearse-sequential", "warm"),
+        ("best", "trained"),
+        ("think", "trained"),
+    }
+    plain = next(x for x in lines if x.n == 0)
+    assert all(x.tokens > plain.tokens for x in lines if x.method.startswith("rehearse"))
+    header, _ = read_results(tmp_path / "rehearse-parallel-1-warm-seed0.jsonl")
+    assert header.model["rehearser"] == MODEL
+    before = (tmp_path / "none-0-trained-seed0.jsonl").read_text()
+    study.run(args, cli.main)  # taken up again: nothing is played twice
+    assert (tmp_path / "none-0-trained-seed0.jsonl").read_text() == before
