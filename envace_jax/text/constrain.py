@@ -96,9 +96,12 @@ class Constrainer:
         self._tokenizer = LLTokenizer(tokenizer.definition(), eos_token=list(stop_ids))
         # Steps of at most some tens of milliseconds: a schema comes from a client, and all requests share the thread.
         self._limits = LLParserLimits(
-            initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=10_000, max_grammar_size=100_000,
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=10_000 if guarded else 50_000,
+            max_grammar_size=100_000,
             max_lexer_states=50_000,
-        )  # fmt: skip
+        )
         self._kept: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -145,7 +148,10 @@ class Constrainer:
         return self._guide("thinking value", [f"value: {_json(schema)}", "TEXT: /(.|\\n)*/", "SPACE: /\\n*/"])
 
     def result(self, tag: str = "tool_response", *, objects_only: bool = False) -> TokenGuide:
-        """A rehearsed result between its tags: any JSON value, or an object or a list."""
+        """A rehearsed result between its tags: any JSON value, or an object or a list.
+
+        JSON knows numbers that no float can hold; parsing refuses those.
+        """
         value: Mapping[str, Any] = OBJECT_OR_LIST if objects_only else {}
         start = f'thinking {self._tag(f"<{tag}>")} "\\n" value "\\n" {self._tag(f"</{tag}>")}'
         return self._guide(start, [f"value: {_json(value)}", "TEXT: /(.|\\n)*/", "SPACE: /\\n*/"])

@@ -6,6 +6,7 @@ is not there is skipped, and the report says so.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -96,6 +97,34 @@ def test_the_official_openai_client(served):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
     told = client.chat.completions.create(model="quickstart", messages=messages, response_format=form)
     assert set(json.loads(told.choices[0].message.content)) == {"ok"}
+
+
+def test_64_concurrent_streams_and_none_is_lost(served):
+    """Eight rows for 64 clients at once: each stream comes to its end, and equal seeds say equal things."""
+    port, _ = served
+    _, messages = tools_and_request()
+
+    async def one(client: openai.AsyncOpenAI, seed: int) -> tuple[str, str | None]:
+        text, finish = "", None
+        stream = await client.chat.completions.create(
+            model="quickstart", messages=messages, stream=True, seed=seed, max_tokens=24
+        )
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+        return text, finish
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=900
+        ) as client:
+            return await asyncio.gather(*(one(client, k % 8) for k in range(64)))
+
+    got = asyncio.run(all_of_them())
+    assert len(got) == 64 and all(finish in ("stop", "length") for _, finish in got)
+    for k in range(8):
+        assert len(set(got[k::8])) == 1
 
 
 LITELLM = """
