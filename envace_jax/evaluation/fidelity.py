@@ -214,7 +214,7 @@ def rejection_intervals(
         with np.errstate(invalid="ignore", divide="ignore"):
             found["reject_f1"].append(2 * tp / (2 * tp + fp + fn))
             found["reject_mcc"].append((tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)))
-    out = {}
+    out: dict[str, float] = {}
     for name, parts in found.items():
         values = np.concatenate(parts)
         values = values[np.isfinite(values)]
