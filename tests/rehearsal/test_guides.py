@@ -84,7 +84,7 @@ def test_the_configuration_says_what_does_not_go_together():
     cfg.rollout.constrain = "maybe"
     assert any(line.startswith("rollout.constrain='maybe'") for line in problems(cfg))
     cfg.rollout.constrain, cfg.rollout.control, cfg.rollout.context = "both", "device", "stream"
-    assert any("samples freely" in line for line in problems(cfg))
+    assert any("rollout.control=device needs 'none'" in line for line in problems(cfg))
 
 
 def test_training_on_masked_samples_needs_their_correction(tmp_path):
