@@ -66,8 +66,8 @@ def test_whole_episodes_compile_and_keep_their_cache_in_place():
     program = programs.episodes_program(cfg, DENSE, programs.sampler_mesh(cfg, parse_slice("v6e:1x1")))
     cache = kv_bytes(DENSE) * 16 * 2 * (1024 + 512)  # both ledgers of a lane
     assert program.fits and program.aliased >= cache
-    # No copy of the cache beside what prefill reads of its rows, and layers are scanned.
-    assert program.temporaries <= 0.5 * cache, (program.temporaries, cache)
+    # What is read of one or two layers at a time, never a second cache; and layers are scanned.
+    assert program.temporaries <= 2.5 * cache / DENSE.n_layers, (program.temporaries, cache)
     assert DENSE.n_layers in program.while_trips
 
 

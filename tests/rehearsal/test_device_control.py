@@ -122,3 +122,30 @@ def test_what_the_device_cannot_do_is_refused():
         setting = Setting.make(dataclasses.replace(chat, **chat_changes), episode)
         with pytest.raises(UserError, match=message):
             check(setting, dataclasses.replace(CONFIG, episode=episode, **changes))
+
+
+@pytest.mark.long
+def test_quickstart_episodes_are_those_of_host_control():
+    """The embedded model, whose calls are mostly sound: most of what it says comes from the device."""
+    from envace_jax.build import chat_format, load_model, make_engine
+    from envace_jax.config_file import load_file
+    from envace_jax.datasets.sources import load_tasks
+
+    cfg = load_file("configs/quickstart.py").get_config()
+    cfg.rollout.context, cfg.rollout.slots = "stream", 8
+    tasks, _ = load_tasks(cfg.data)
+    chat = chat_format(cfg)
+    spec, params = load_model(cfg, chat, None)
+    engine = make_engine(cfg, spec, params)
+    base = RolloutConfig.from_config(cfg)
+    for temperature in (1.0, 0.0):
+        results = []
+        for control in ("host", "device"):
+            config = dataclasses.replace(base, control=control, temperature=temperature)
+            before = engine.stats()
+            out = rollout(tasks[:5], engine=engine, chat=chat, cfg=config, judge=RuleJudge(), group_size=2)
+            results.append(sorted(out, key=lambda t: (t.group, t.member)))
+            counted = {name: value - before[name] for name, value in engine.stats().items()}
+        same(*results)
+        sampled = sum(len(s.ids) for t in results[0] for s in t.segments)
+        assert counted["device_tokens_told"] > 0.7 * sampled
