@@ -12,9 +12,9 @@ self-evaluations, memories, and acting on a memory (`test_time.targets`; rows th
 The committed model is made without.
 
 All phases go through the chat format, the REHEARSE prompts, the packing and the update of the main job, with the
-settings of `configs/quickstart.py`. About 15 minutes on 2 idle cores. Made again on another
-day, on the same kind of machine, tokenizer and model were the shipped ones byte for byte (30 November 2026, 2 cores, jax
-0.10.2); elsewhere, where sums are taken in another order, expect figures close to them.
+settings of `configs/quickstart.py`. About 15 minutes on 2 idle cores. Made again on the same kind of machine, tokenizer
+and model were the shipped ones byte for byte (30 November 2026, 2 cores, jax 0.10.2); elsewhere, where sums are taken
+in another order, expect figures close to them.
 """
 
 from __future__ import annotations
