@@ -6,6 +6,7 @@ Every command puts its parts together here, so that training, evaluation and ser
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -41,7 +42,14 @@ __all__ = [
 def mesh_for(cfg: ConfigDict) -> jax.sharding.Mesh | None:
     """The mesh of the configuration; None on one device, where nothing needs annotating."""
     sizes = {axis: cfg.mesh[axis] for axis in ("replica", "fsdp", "tensor", "expert")}
-    if all(n == 1 for n in sizes.values()):
+    total = math.prod(sizes.values())
+    if jax.process_count() > 1 and total != jax.device_count():
+        raise UserError(
+            f"{', '.join(f'mesh.{axis}={n}' for axis, n in sizes.items())} is {total} devices: {jax.process_count()} "
+            f"processes have {jax.device_count()}, and a run of several uses all of them "
+            f"(for example --config.mesh.fsdp={jax.device_count()})"
+        )
+    if total == 1:
         return None
     return make_mesh(**sizes)
 
@@ -161,7 +169,7 @@ def _policy_judge(cfg: ConfigDict) -> Judge:
         own.chat.thinking, own.chat.tool_docs = True, "full"
         own.rollout.max_act_tokens = own.rollout.max_rehearse_tokens = section.max_tokens
     chat = chat_format(own)
-    mesh = mesh_for(own)
+    mesh = mesh_for(own) if jax.process_count() == 1 else None  # each process has its own judge
     spec, params = load_model(own, chat, mesh)
     params = cast_params(params, own.model.dtype)
     backend = PolicyBackend(

@@ -173,6 +173,14 @@ def run(argv: Sequence[str]) -> int:
         from envace_jax.compat import set_up_jax
 
         set_up_jax()
+        from envace_jax.distributed import session
+
+        with session():
+            return call_target(command, call)
+    return call_target(command, call)
+
+
+def call_target(command: Command, call: Sequence[Any]) -> int:
     module, function = command.target.split(":")
     return getattr(importlib.import_module(module), function)(*call) or 0
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 from envace_jax.config import UserError
 
@@ -73,3 +74,13 @@ def set_up_jax() -> None:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", os.environ.get("ENVACE_JAX_CACHE", f"{base}/envace_jax/jax"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def key_value_store() -> Any:
+    """The coordinator's key-value store and barriers of a run of several processes (jax has no public name for it)."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("jax.distributed is not initialised")
+    return client

@@ -154,6 +154,7 @@ def default_config() -> ConfigDict:
                 "rows_per_microbatch": 1,
                 "logprob_chunk": 1024,
                 "max_probability_error": 1.05,  # mean exp|dlogp| sampler to learner above this stops the run
+                "spike_limit": 0.0,  # an update whose gradient norm is above it is not taken; 0: no limit
                 "max_staleness": 0,
                 "max_bad_steps": 5,
             },
@@ -169,6 +170,7 @@ def default_config() -> ConfigDict:
                 "fsdp": 1,
                 "tensor": 1,
                 "expert": 1,
+                "hang_timeout": 300.0,  # of several processes: seconds after which one that does not move is named
                 "sequence": "",  # "tensor": cut the residual stream of training rows over the tensor axis too
             },
             "plan": {
@@ -382,6 +384,8 @@ CHECKS: dict[str, Check] = {
     "learning.rows_per_microbatch": at_least(1),
     "learning.logprob_chunk": at_least(1),
     "learning.max_probability_error": above(1),
+    "learning.spike_limit": at_least(0),
+    "learning.max_bad_steps": at_least(1),
     "learning.max_staleness": between(0, 1),
     "warmstart.steps": at_least(0),
     "warmstart.reviews": between(0, 1),
@@ -389,6 +393,7 @@ CHECKS: dict[str, Check] = {
     "mesh.fsdp": at_least(1),
     "mesh.tensor": at_least(1),
     "mesh.expert": at_least(1),
+    "mesh.hang_timeout": above(0),
     "mesh.sequence": one_of("", "tensor"),
     "plan.rollout_tensor": at_least(1),
     "plan.rollout_expert": at_least(1),

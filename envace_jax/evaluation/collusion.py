@@ -17,7 +17,7 @@ from envace_jax.datasets.records import Task
 from envace_jax.evaluation.stats import paired_cluster_bootstrap
 from envace_jax.rehearsal.grounding import Grounding
 from envace_jax.rehearsal.observers import RealObserver
-from envace_jax.rehearsal.rollout import rollout
+from envace_jax.rehearsal.rollout import Play, rollout
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rewards.judge import RuleJudge
 from envace_jax.rewards.verifiers import turn_calls
@@ -63,6 +63,7 @@ def real_success(
     temperature: float,
     seed: int = 0,
     group_size: int = 1,
+    play: Play = rollout,
 ) -> tuple[bool, ...]:
     """Whether each episode succeeds when ACT's calls are answered by the real environment.
 
@@ -73,7 +74,7 @@ def real_success(
         group_size: episodes a task; results are in the order of tasks, then members.
     """
     config = replace(cfg, temperature=temperature, top_p=1.0, top_k=0)
-    played = rollout(
+    played = play(
         tasks,
         engine=engine,
         chat=chat,
@@ -97,11 +98,12 @@ def rehearsed_success(
     seed: int = 0,
     group_size: int = 1,
     grounding: Grounding | None = None,
+    play: Play = rollout,
 ) -> Outcomes:
     """Whether each episode passes its whole checklist in rehearsal, and whether its calls succeed when
     replayed."""
     config = replace(cfg, temperature=temperature, top_p=1.0, top_k=0)
-    played = rollout(
+    played = play(
         tasks,
         engine=engine,
         chat=chat,
@@ -154,8 +156,10 @@ def both_worlds(
     temperature: float = 1.0,
     seed: int = 0,
     grounding: Grounding | None = None,
+    play: Play = rollout,
 ) -> Watch:
-    """Plays every task once in reality and once in rehearsal."""
-    real = real_success(tasks, engine, chat, cfg, temperature=temperature, seed=seed)
-    outcomes = rehearsed_success(tasks, engine, chat, cfg, temperature=temperature, seed=seed, grounding=grounding)
+    """Plays every task once in reality and once in rehearsal; `play` is `rollout`, or what shares it out."""
+    common: dict[str, Any] = {"temperature": temperature, "seed": seed, "play": play}
+    real = real_success(tasks, engine, chat, cfg, **common)
+    outcomes = rehearsed_success(tasks, engine, chat, cfg, grounding=grounding, **common)
     return Watch(outcomes.rehearsed, outcomes.replayed, real)

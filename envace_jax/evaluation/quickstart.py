@@ -22,7 +22,7 @@ from envace_jax.datasets.records import Task
 from envace_jax.evaluation.collusion import both_worlds, real_success
 from envace_jax.evaluation.fidelity import Pair, json_equal, parse, summarise
 from envace_jax.rehearsal.grounding import Grounding, exact_record
-from envace_jax.rehearsal.rollout import sampling_key
+from envace_jax.rehearsal.rollout import Play, rollout, sampling_key
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import demonstrate
 from envace_jax.rewards.verifiers import turn_calls
@@ -104,8 +104,9 @@ def evaluate(
     seed: int = 0,
     fidelity_tasks: int = 100,
     grounding: Grounding | None = None,
+    play: Play = rollout,
 ) -> dict[str, float]:
-    """The figures of one policy on held-out tasks.
+    """The figures of one policy on held-out tasks; `play` is `rollout`, or what shares it out to processes.
 
     `real_greedy`, `real_sampled` (T = 1): success in the real environment. `rehearsed`, `replayed`: success
     of the same sampled episodes in rehearsal and replayed; `gap`: their difference; `gap_real`: `rehearsed` less
@@ -113,8 +114,9 @@ def evaluate(
     json_equal, leaf_f1, reject_f1 on the fixed calls of the first `fidelity_tasks` tasks; `fidelity_new_*`:
     the same without copyable ones.
     """
-    out = {"real_greedy": _mean(real_success(tasks, engine, chat, cfg, temperature=0.0, seed=seed))}
-    out |= both_worlds(tasks, engine, chat, cfg, seed=seed, grounding=grounding).figures()
+    greedy = real_success(tasks, engine, chat, cfg, temperature=0.0, seed=seed, play=play)
+    out = {"real_greedy": _mean(greedy)}
+    out |= both_worlds(tasks, engine, chat, cfg, seed=seed, grounding=grounding, play=play).figures()
     cases = fidelity_cases(tasks[:fidelity_tasks], chat, cfg.episode, grounding=grounding)
     pairs = ask_rehearse(cases, engine, chat, max_tokens=cfg.episode.max_rehearse_tokens, param_set=cfg.rehearse_params)
     parts = {"fidelity": pairs, "fidelity_new": [pair for pair in pairs if not pair.copyable]}

@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from envace_jax.build import longest_row, lora_scale, rules_for
+from envace_jax.distributed import Processes
+from envace_jax.learning.handover import HandOver, checksum, whole
 from envace_jax.learning.loss import LossConfig
 from envace_jax.learning.metrics import Metrics
 from envace_jax.learning.packing import TrainRow, loss_denominator, microbatches, needs_gradient, pack_rows
@@ -46,6 +48,7 @@ def update_config(cfg: ConfigDict, mesh: Mesh | None = None) -> UpdateConfig:
         weight_decay=c.weight_decay,
         grad_clip=c.grad_clip,
         drift_limit=c.max_probability_error,
+        spike_limit=c.spike_limit,
         compute_dtype=cfg.model.dtype,
         remat=cfg.model.remat,
         attention=cfg.model.attention,
@@ -73,8 +76,18 @@ def update_config(cfg: ConfigDict, mesh: Mesh | None = None) -> UpdateConfig:
 class Learner:
     """State and reference of one parameter set."""
 
-    def __init__(self, cfg: ConfigDict, update: Update, params: Params, name: str, folder: Path):
+    def __init__(
+        self,
+        cfg: ConfigDict,
+        update: Update,
+        params: Params,
+        name: str,
+        folder: Path,
+        processes: Processes | None = None,
+        to_engine: HandOver | None = None,
+    ):
         self.cfg, self.update, self.name, self.folder = cfg, update, name, folder
+        self.processes, self.to_engine = processes or Processes(), to_engine
         self.state = update.init(params)
         self.reference: Params | None = None
         if cfg.learning.kl_coef > 0:
@@ -91,13 +104,18 @@ class Learner:
         the state is donated to the next update.
         """
         params = self.state["params"]
+        if self.to_engine is not None:
+            engine.set_params(self.to_engine(params), name)
+            return
         dtype = self.update.options.dtype
         if all(x.dtype == dtype for x in jax.tree.leaves(params)):
             params = self.update.compute_copy(params)
         engine.set_params(params, name)
 
     def digest(self) -> str:
-        """sha256 of the parameters."""
+        """sha256 of the parameters; where they lie in several processes, of checksums of theirs."""
+        if not self.processes.alone:
+            return checksum(self.state["params"])
         found = hashlib.sha256()
         for leaf in jax.tree.leaves(self.state["params"]):
             found.update(np.asarray(jax.device_get(leaf)).tobytes())
@@ -119,7 +137,7 @@ class Learner:
             for k, (batch, count, denominator, _) in enumerate(parts):
                 self.state, metrics = self.update.update(self.state, batch, count, denominator)
                 figures = host_metrics(metrics)
-                if figures["nonfinite"]:
+                if figures["skipped"]:
                     self._keep(batch, step, k)
                 found.append(figures)
         out = {name: float(np.mean([f[name] for f in found])) for name in found[0]}
@@ -164,8 +182,9 @@ class Learner:
         return self.update.put(arrays), count, denominator, info
 
     def _keep(self, batch: dict[str, jax.Array], step: int, k: int) -> None:
-        """Writes a batch whose gradient was not finite where it can be looked at."""
+        """Writes a batch whose update was not taken where it can be looked at."""
         folder = self.folder / "bad_steps"
-        folder.mkdir(exist_ok=True)
-        arrays: dict[str, Any] = {name: np.asarray(jax.device_get(x)) for name, x in batch.items()}
-        np.savez_compressed(folder / f"step_{step + 1:08d}_{self.name}_{k}.npz", **arrays)
+        folder.mkdir(exist_ok=True)  # every process: gathering the batch needs all of them
+        arrays: dict[str, Any] = {name: whole(x) for name, x in batch.items()}
+        if self.processes.main:
+            np.savez_compressed(folder / f"step_{step + 1:08d}_{self.name}_{k}.npz", **arrays)

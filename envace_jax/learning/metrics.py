@@ -223,6 +223,19 @@ class Sink:
             self.board.close()
 
 
+class NoSink:
+    """The sink of a process that does not write."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def sync(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The steps of `metrics.jsonl`; a last line cut off by a kill is left out."""
     records = []

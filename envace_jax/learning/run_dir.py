@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError, flat
+from envace_jax.distributed import Processes
 
 # What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
 FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
@@ -49,6 +50,21 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in names
         if not name.startswith(FREE) and name in before and name in now and before[name] != now[name]
     ]
+
+
+@contextmanager
+def shared_run_dir(cfg: ConfigDict, processes: Processes) -> Iterator[Path]:
+    """`open_run_dir` for several processes: process 0 makes or takes it up, the others see the same folder."""
+    with ExitStack() as stack:
+        processes.first(lambda: str(stack.enter_context(open_run_dir(cfg))), "opening the run")
+        folder = Path(cfg.run_dir)
+        seen = processes.gather((folder / "config.json").exists(), "opening the run")
+        if not all(seen):
+            raise UserError(
+                f"run_dir='{folder}': process {seen.index(False)} does not see what process 0 wrote there; give a "
+                "folder that all processes share"
+            )
+        yield folder
 
 
 @contextmanager

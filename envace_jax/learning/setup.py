@@ -15,10 +15,13 @@ from envace_jax.config import UserError
 from envace_jax.datasets.pipeline import TaskIterator, task_iterator
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks, source_counts
+from envace_jax.distributed import Processes
 from envace_jax.learning.arms import Arm, make_arm
 from envace_jax.learning.checkpoint import Checkpoints
+from envace_jax.learning.handover import HandOver
+from envace_jax.learning.interrupts import Interrupts
 from envace_jax.learning.learner import Learner, update_config
-from envace_jax.learning.metrics import Display, Sink
+from envace_jax.learning.metrics import Display, Metrics, NoSink, Sink
 from envace_jax.learning.run_dir import write_json
 from envace_jax.learning.step import make_update
 from envace_jax.rehearsal.fit import within_limit
@@ -46,7 +49,7 @@ class Run:
     data: TaskIterator
     held_out: list[Task]
     checkpoints: Checkpoints
-    sink: Sink
+    sink: Sink | NoSink
     trajectories: TrajectoryWriter | None
     display: Display
     initial: dict[str, Any]  # digest of the initial parameters, by set
@@ -56,6 +59,9 @@ class Run:
     position: dict[str, Any] = dataclasses.field(default_factory=dict)
     measured: bool = False  # the held-out figures before training are in the metrics
     saved: int = -1
+    pending: Metrics | None = None  # figures of a step that is done but for its evaluation
+    processes: Processes = dataclasses.field(default_factory=Processes)
+    interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
 
     def mark(self) -> None:
         """Notes where everything stands after a whole step: what a checkpoint of this step holds."""
@@ -70,6 +76,7 @@ class Run:
             "totals": dict(self.totals),
             "bad_steps": self.bad_steps,
             "measured": self.measured,
+            "pending": self.pending,
             "initial": self.initial,
             "model": self.spec.to_hf_config(),
         }
@@ -78,7 +85,8 @@ class Run:
         """Begins the checkpoint of the last whole step."""
         if self.saved == self.step:
             return
-        self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
+        with self.processes.waits("saving"):
+            self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
         self.saved = self.step
 
     def hand_over(self) -> None:
@@ -86,16 +94,25 @@ class Run:
         for name, learner in self.learners.items():
             learner.hand_over(self.engine, name)
 
+    def received(self) -> Metrics:
+        """Bytes that this process's devices got by the last hand-over from the others."""
+        found = [x.to_engine.bytes for x in self.learners.values() if x.to_engine is not None]
+        return {"handover/bytes": float(sum(found))} if found else {}
+
 
 @contextlib.contextmanager
-def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
-    """Puts the parts of a run together, compiles, and restores the newest whole checkpoint if there is one."""
+def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -> Iterator[Run]:
+    """Puts the parts of a run together, compiles, and restores the newest whole checkpoint if there is one.
+
+    Of several processes each has its own engine, judge and share of the tasks; process 0 writes.
+    """
     if cfg.rollout.constrain != "none" and not cfg.learning.importance_cap:
         raise UserError(
             f"rollout.constrain={cfg.rollout.constrain} samples from a masked distribution, which is not the one that "
             "the update computes: set learning.importance_cap (1 corrects the difference), or rollout.constrain=none"
         )
-    display = Display(cfg.learning.steps, enabled=cfg.metrics.progress)
+    processes = processes or Processes()
+    display = Display(cfg.learning.steps, enabled=cfg.metrics.progress and processes.main)
     try:
         display.phase("loading")
         train, held_out = load_tasks(cfg.data)
@@ -107,18 +124,25 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
         if cfg.warmstart.steps:
             from envace_jax.learning.warmstart import warm_started
 
-            params = warm_started(cfg, folder, train, chat, spec, params, mesh, display)
+            params = warm_started(cfg, folder, train, chat, spec, params, mesh, display, processes)
         arm = make_arm(cfg)
         update = make_update(spec, update_config(cfg, mesh), mesh)
-        learners = {name: Learner(cfg, update, params, name, folder) for name in arm.learners}
+        to_engine = None
+        if not processes.alone:
+            assert mesh is not None  # several processes have several devices
+            to_engine = HandOver(mesh, rules, cfg.model.dtype)
+        copy = to_engine or update.compute_copy
+        learners = {name: Learner(cfg, update, params, name, folder, processes, to_engine) for name in arm.learners}
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, display.say)
-        position = restore(checkpoints, learners, display)
+        position = restore(checkpoints, learners, display, processes)
         display.phase("compiling")
+        processes.phase("compiling")
         for learner in learners.values():
             learner.compile()
-        engine = make_engine(cfg, spec, update.compute_copy(learners["policy"].state["params"]), rules, mesh)
+        own_mesh = mesh if to_engine is None else to_engine.local
+        engine = make_engine(cfg, spec, copy(learners["policy"].state["params"]), rules, own_mesh)
         for name in arm.frozen:
-            engine.set_params(update.compute_copy(update.place_params(params)), name)
+            engine.set_params(copy(update.place_params(params)), name)
         for name in set(learners) - {"policy"}:
             learners[name].hand_over(engine, name)
         del params
@@ -142,17 +166,14 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
                 train,
                 seed=cfg.seed,
                 batch_size=cfg.learning.prompts_per_step,
+                process_index=processes.index,
+                process_count=processes.count,
                 state=position.get("data"),
             ),
             held_out=held_out,
             checkpoints=checkpoints,
-            sink=Sink(
-                folder,
-                tensorboard=cfg.metrics.tensorboard,
-                length=position.get("files", {}).get("metrics", 0),
-                step=position.get("step", 0),
-            ),
-            trajectories=trajectory_file(cfg, folder, position),
+            sink=metrics_sink(cfg, folder, position) if processes.main else NoSink(),
+            trajectories=trajectory_file(cfg, folder, position) if processes.main else None,
             display=display,
             initial=position.get("initial") or {name: x.digest() for name, x in learners.items()},
             step=position.get("step", 0),
@@ -160,11 +181,15 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
             bad_steps=position.get("bad_steps", 0),
             totals=dict(position.get("totals", {})),
             saved=position.get("step", -1),
+            pending=position.get("pending"),
+            processes=processes,
         )
         fingerprint = run.data.get_state()["fingerprint"]
         sources = {"train": source_counts(train), "held_out": source_counts(held_out)}
-        write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
+        if processes.main:
+            write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
         run.mark()
+        run.interrupts.told = processes.stopping
         try:
             yield run
         finally:
@@ -174,6 +199,16 @@ def prepare(cfg: ConfigDict, folder: Path) -> Iterator[Run]:
             checkpoints.close()
     finally:
         display.close()
+
+
+def metrics_sink(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> Sink:
+    """The run's metrics, cut to what the checkpoint knows of."""
+    return Sink(
+        folder,
+        tensorboard=cfg.metrics.tensorboard,
+        length=position.get("files", {}).get("metrics", 0),
+        step=position.get("step", 0),
+    )
 
 
 def trajectory_file(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> TrajectoryWriter | None:
@@ -188,10 +223,19 @@ def trajectory_file(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> 
     return TrajectoryWriter(path)
 
 
-def restore(checkpoints: Checkpoints, learners: dict[str, Learner], display: Display) -> dict[str, Any]:
+def restore(
+    checkpoints: Checkpoints, learners: dict[str, Learner], display: Display, processes: Processes | None = None
+) -> dict[str, Any]:
     """Puts the newest whole checkpoint into the learners; returns its position, empty for a new run."""
+    processes = processes or Processes()
     checkpoints.clean_up()
+    processes.meet("restoring")  # process 0 has cleaned up
     step = checkpoints.latest()
+    if len(set(seen := processes.gather(step, "restoring"))) > 1:
+        raise UserError(
+            f"{checkpoints.folder}: the processes see different checkpoints (steps {seen}, by process); "
+            "run_dir must be a folder that all of them share"
+        )
     if step is None:
         return {}
     position = checkpoints.read_meta(step)

@@ -45,6 +45,7 @@ class UpdateConfig:
 
     A microbatch is `rows` batch rows of `row_tokens` ids; `capacity` is the number of microbatches that the program
     has room for.  drift_limit: an update whose mean exp|learner - sampler| exceeds it is not taken (0: no limit).
+    spike_limit: nor is one whose gradient norm exceeds it (0: no limit).
     router_aux_coef: weight of the load-balancing loss of a mixture of experts.
     attention, moe_chunk, rules, lora_scale: see `model.qwen3.ForwardOptions`.
     """
@@ -58,6 +59,7 @@ class UpdateConfig:
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     drift_limit: float = 0.0
+    spike_limit: float = 0.0
     compute_dtype: str = "float32"
     remat: str = "none"
     attention: str = "xla"
@@ -189,7 +191,7 @@ class Update:
         sharding = self._batch_sharding()
         if sharding is None:
             return jax.device_put(arrays)
-        return {name: jax.device_put(array, sharding) for name, array in arrays.items()}
+        return {name: spread(array, sharding) for name, array in arrays.items()}
 
     def place_params(self, params: Params) -> Params:
         """Parameters in the layout of the rules: what is trained in float32, what stays in the compute dtype."""
@@ -260,6 +262,8 @@ class Update:
         accept = finite
         if config.drift_limit > 0 and not config.loss.supervised:
             accept &= jnp.sum(sums["exp_drift"]) / tokens <= config.drift_limit
+        if config.spike_limit > 0:
+            accept &= norm <= config.spike_limit
         if config.grad_clip > 0:
             clip = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * clip, grads)
@@ -346,7 +350,7 @@ class Update:
     # Calls
 
     def _scalar(self, value: float, dtype: Any) -> jax.Array:
-        return jax.device_put(np.asarray(value, dtype), self._scalar_sharding())
+        return spread(np.asarray(value, dtype), self._scalar_sharding())
 
     def update(
         self, state: State, batch: dict[str, jax.Array], count: int, denominator: float
@@ -378,6 +382,13 @@ class Update:
             )
         with self._context():
             return self._copy(params)
+
+
+def spread(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    """A host array, the same in every process, laid out over the devices: each process places its own shards."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def make_update(spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules | None = None) -> Update:

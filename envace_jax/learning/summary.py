@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from envace_jax.datasets.records import Task
 from envace_jax.learning.metrics import Metrics, read_metrics, trajectory_metrics
 from envace_jax.rehearsal.grounding import Grounding
-from envace_jax.rehearsal.rollout import rollout
+from envace_jax.rehearsal.rollout import Play, rollout
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rewards.judge import Judge
 
@@ -38,19 +38,21 @@ def evaluate_policy(
     rollout_config: RolloutConfig,
     judge: Judge,
     grounding: Grounding | None,
+    play: Play = rollout,
 ) -> Metrics:
     """Figures on held-out tasks, `eval/...`: against the real environment for quickstart tasks, else the reward of
-    rehearsed episodes; for BFCL tasks also success in both worlds."""
+    rehearsed episodes; for BFCL tasks also success in both worlds.  `play` is `rollout`, or what shares it out to
+    processes."""
     if not tasks:
         return {}
     if all(task.meta.get("environment") == "quickstart" for task in tasks):
         from envace_jax.evaluation.quickstart import evaluate
 
-        figures = evaluate(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding)
+        figures = evaluate(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding, play=play)
         return {f"eval/{name}": float(value) for name, value in figures.items()}
     e = cfg.evaluation
     config = dataclasses.replace(rollout_config, temperature=e.temperature, top_p=e.top_p, top_k=0)
-    played = rollout(
+    played = play(
         tasks,
         engine=engine,
         chat=chat,
@@ -66,7 +68,7 @@ def evaluate_policy(
     if all(task.meta.get("environment") == "bfcl" for task in tasks):
         from envace_jax.evaluation.collusion import both_worlds
 
-        watch = both_worlds(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding)
+        watch = both_worlds(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding, play=play)
         watched = {f"eval/{name}": value for name, value in watch.figures().items()}
     return watched | {
         "eval/reward": figures["reward/mean"],

@@ -8,18 +8,16 @@ and ends with the parameters of an unbroken run.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
+from envace_jax.distributed import processes
 from envace_jax.learning.advantage import (
     Credit,
     duplicate_outputs,
@@ -28,11 +26,13 @@ from envace_jax.learning.advantage import (
     role_advantages,
 )
 from envace_jax.learning.arms import Arm
+from envace_jax.learning.interrupts import Preempted
 from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
-from envace_jax.learning.run_dir import open_run_dir, write_json
+from envace_jax.learning.run_dir import shared_run_dir, write_json
 from envace_jax.learning.setup import Run, prepare
 from envace_jax.learning.shaping import Shaping, additions
+from envace_jax.learning.shared import agree_to_stop, share, shared_rollout
 from envace_jax.learning.summary import evaluate_policy, gap_plot, plot, summary_lines
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
@@ -40,10 +40,6 @@ from envace_jax.text.transcript import Role
 
 MAX_DRAWS = 4  # batches of tasks that dynamic sampling may draw for one step
 PREEMPTED = 75  # exit status after SIGTERM: the same command goes on
-
-
-class Preempted(KeyboardInterrupt):
-    """SIGTERM: the step under way is given up, the state after the last whole step is saved."""
 
 
 def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
@@ -55,25 +51,31 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
         from envace_jax.report.dry_run import run_dry
 
         return run_dry(cfg)
-    with open_run_dir(cfg) as folder, prepare(cfg, folder) as run, sigterm_raises():
+    team = processes(cfg.mesh.hang_timeout)
+    with shared_run_dir(cfg, team) as folder, prepare(cfg, folder, team) as run, run.interrupts:
         try:
             if cfg.evaluation.at_start and not run.measured:
                 run.sink.write(0, evaluate(run, "before training"))
                 run.measured = True
                 run.mark()
-            while run.step < cfg.learning.steps:
-                metrics = train_step(run)
-                done = run.step + 1
-                last = done == cfg.learning.steps
-                if (cfg.evaluation.every and done % cfg.evaluation.every == 0) or (last and cfg.evaluation.at_end):
-                    metrics |= evaluate(run, f"after step {done}")
-                run.step = done
-                run.sink.write(done, metrics)
+            while run.step < cfg.learning.steps or run.pending is not None:
+                metrics = train_step(run) if run.pending is None else run.pending
+                if evaluation_due(run):
+                    if run.pending is None:
+                        run.pending = dict(metrics)
+                        run.mark()
+                        run.interrupts.let()
+                    metrics |= evaluate(run, f"after step {run.step}")
+                    run.interrupts.hold()
+                run.sink.write(run.step, metrics)
+                run.pending = None
                 run.mark()
-                if last or done % cfg.checkpoint.every == 0:
+                if run.step == cfg.learning.steps or run.step % cfg.checkpoint.every == 0:
                     run.save()
                 report(run, metrics)
+                run.interrupts.let()
         except KeyboardInterrupt as interrupt:
+            agree_to_stop(run.processes, run.interrupts, interrupt)
             run.display.say(f"interrupted: saving step {run.step}; the same command goes on from there")
             run.save()
             run.checkpoints.wait()
@@ -85,8 +87,14 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
     return 0
 
 
+def evaluation_due(run: Run) -> bool:
+    """Whether the step that is done is one whose policy is measured."""
+    e = run.cfg.evaluation
+    return bool(e.every and run.step % e.every == 0) or (e.at_end and run.step == run.cfg.learning.steps)
+
+
 def train_step(run: Run) -> Metrics:
-    """One step: everything between two states of the parameters."""
+    """One step: everything between two states of the parameters.  It returns with interrupts held back."""
     started = time.perf_counter()
     step, metrics = run.step, {}
     timings: dict[str, float] = {}
@@ -99,13 +107,16 @@ def train_step(run: Run) -> Metrics:
     for name, learner in run.learners.items():
         prefix = "" if name == "policy" else f"{name}/"
         rows = rows_of(trajectories, advantages, copies, run.arm.learners[name])
-        figures = learner.learn(rows, step)
+        with run.processes.waits(f"the update of step {step + 1}"):
+            figures = learner.learn(rows, step)
         metrics |= {prefix + key: value for key, value in figures.items()}
     metrics["time/learn"] = time.perf_counter() - began
 
     began = time.perf_counter()
-    run.hand_over()
+    with run.processes.waits(f"the hand-over of step {step + 1}"):
+        run.hand_over()
     metrics["time/handover"] = time.perf_counter() - began
+    metrics |= run.received()
 
     metrics |= trajectory_metrics(trajectories, advantages) | shaped
     if run.trajectories is not None:
@@ -114,6 +125,7 @@ def train_step(run: Run) -> Metrics:
     guard(run, metrics)
     metrics |= throughput(run, trajectories, timings, metrics)
     metrics["time/step"] = time.perf_counter() - started
+    run.step = step + 1
     return metrics
 
 
@@ -123,6 +135,7 @@ def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
     cfg, arm = run.cfg, run.arm
     wanted = cfg.learning.prompts_per_step
     kept: list[Trajectory] = []
+    mine = run.processes.index * wanted // run.processes.count  # this process's first group
     for draw in range(MAX_DRAWS if cfg.learning.dynamic_sampling else 1):
         part: dict[str, float] = {}
         played = rollout(
@@ -134,12 +147,14 @@ def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
             step=run.step,
             seed=cfg.seed,
             group_size=cfg.learning.group_size,
-            first_group=draw * wanted,
+            first_group=draw * wanted + mine,
             observe=arm.observe,
             grounding=run.grounding,
             timings=part,
         )
-        kept += sorted(played, key=lambda t: (t.group, t.member))
+        if draw:
+            run.interrupts.let()
+        kept += share(run.processes, run.interrupts, run.engine, played, part, f"step {run.step + 1}")
         for name, seconds in part.items():
             timings[name] = timings.get(name, 0.0) + seconds
         spread = [g for g in sorted({t.group for t in kept}) if has_spread(kept, g)]
@@ -225,8 +240,9 @@ def guard(run: Run, metrics: Metrics) -> None:
     run.bad_steps = run.bad_steps + 1 if metrics.get("skipped", 0.0) else 0
     if run.bad_steps >= cfg.learning.max_bad_steps:
         raise UserError(
-            f"step {run.step + 1}: {run.bad_steps} steps in a row had a gradient that is not finite "
-            f"(learning.max_bad_steps); their batches lie in {run.folder / 'bad_steps'}; lower learning.lr"
+            f"step {run.step + 1}: {run.bad_steps} steps in a row had a gradient that is not finite, or whose norm is "
+            f"above learning.spike_limit={cfg.learning.spike_limit:g} (learning.max_bad_steps); their batches "
+            f"lie in {run.folder / 'bad_steps'}; lower learning.lr"
         )
 
 
@@ -241,10 +257,11 @@ def unjudged(run: Run, trajectories: Sequence[Trajectory]) -> None:
     if len(masked) <= limit * len(trajectories):
         return
     path = run.folder / "no_verdict" / f"step_{run.step + 1:08d}.jsonl"
-    path.unlink(missing_ok=True)
-    with TrajectoryWriter(path) as writer:
-        for trajectory in trajectories:
-            writer.write(trajectory, step=run.step)
+    if run.processes.main:
+        path.unlink(missing_ok=True)
+        with TrajectoryWriter(path) as writer:
+            for trajectory in trajectories:
+                writer.write(trajectory, step=run.step)
     causes = Counter(t.masked_cause or "no reward" for t in masked)
     run.save()
     run.checkpoints.wait()
@@ -280,6 +297,7 @@ def evaluate(run: Run, when: str) -> Metrics:
     figures = evaluate_policy(
         run.cfg,
         tasks,
+        play=shared_rollout(run.processes, run.interrupts),
         engine=run.engine,
         chat=run.chat,
         rollout_config=run.rollout,
@@ -301,25 +319,10 @@ def finish(run: Run) -> None:
     """Says where the run lies and what it did."""
     run.display.close()
     changed = any(x.digest() != run.initial[name] for name, x in run.learners.items())
+    if not run.processes.main:
+        return
     pictures = [p for p in (plot(run.folder), gap_plot(run.folder)) if p is not None]
     lines = summary_lines(run.folder, changed)
     write_json(run.folder / "summary.json", {"steps": run.step, "lines": lines})
     for line in lines + [f"plot: {picture}" for picture in pictures]:
         print(line)
-
-
-@contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends the step under way and saves, as Ctrl-C does, with its own exit status."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def raise_preempted(*_: Any) -> None:
-        raise Preempted
-
-    before = signal.signal(signal.SIGTERM, raise_preempted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +30,8 @@ from envace_jax.text.transcript import Observation, Role
 
 ROLE_CODES = {Role.ACT: 0, Role.REHEARSE: 1}
 LONGEST_NAP = 0.05
+Play = Callable[..., Iterable[Trajectory]]
+"""What `rollout` is to its callers: tasks and options in, trajectories out."""
 
 
 def sampling_key(seed: int, step: int, group: int, member: int, role: Role, segment: int) -> tuple[int, ...]:
