@@ -47,6 +47,7 @@ def default_config() -> ConfigDict:
             "run_dir": "",  # where the run lies; empty: runs/<config name>
             "overwrite": False,  # start anew in a run_dir that holds another run
             "dry_run": False,
+            "profile_steps": "",  # steps whose profile is kept, 3 or 3-5 (run_dir/profile)
             "model": {
                 "path": "",  # Hugging Face folder; empty: random weights of `size`
                 "size": "tiny",  # a key of model.spec.PRESETS, used where path is empty
@@ -389,6 +390,7 @@ CHECKS: dict[str, Check] = {
     "learning.max_staleness": between(0, 1),
     "warmstart.steps": at_least(0),
     "warmstart.reviews": between(0, 1),
+    "metrics.sinks": subset_of("wandb", "trackio", "mlflow", "prometheus"),
     "mesh.replica": at_least(1),
     "mesh.fsdp": at_least(1),
     "mesh.tensor": at_least(1),

@@ -31,6 +31,7 @@ from envace_jax.config import UserError
 
 LOST = 76  # exit status when another process is gone or hangs: start all of them again
 GRACE = 30.0  # seconds that a process which was told to stop waits for the others
+_CUT_OFF = ("Gloo", "NCCL", "UNAVAILABLE", "Connection", "coordination")  # in messages of collectives
 SMALLEST_MESSAGE = 1 << 16  # bytes; longer messages are padded to powers of two, so that few shapes exist
 COORDINATOR, PROCESSES, PROCESS, AUTO = (
     "ENVACE_COORDINATOR",
@@ -103,6 +104,14 @@ def _leave(error: BaseException) -> None:
     elif isinstance(error, UserError):
         print(f"envace_jax: {error}", file=sys.stderr)
         status = 2
+    elif type(error).__name__ == "JaxRuntimeError" and any(word in str(error) for word in _CUT_OFF):
+        line = str(error).splitlines()[0][:300]
+        print(
+            f"envace_jax: a program over all processes failed, another process is probably gone ({line}); the last "
+            "whole checkpoint stays: start all processes again",
+            file=sys.stderr,
+        )
+        status = LOST
     elif isinstance(error, KeyboardInterrupt):
         print("envace_jax: interrupted", file=sys.stderr)
         status = 130

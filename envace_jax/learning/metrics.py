@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from envace_jax.learning.advantage import Credit, advantages_of, group_spread
+from envace_jax.learning.trackers import Trackers
 from envace_jax.text.transcript import Role
 
 Metrics = dict[str, float]
@@ -192,9 +193,12 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 class Sink:
-    """Where metrics go: `metrics.jsonl` and, if asked, TensorBoard."""
+    """Where metrics go: `metrics.jsonl` and, if asked, TensorBoard and trackers."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool, length: int = 0, step: int = 0):
+    def __init__(
+        self, run_dir: Path, *, tensorboard: bool, length: int = 0, step: int = 0, trackers: Trackers | None = None
+    ):
+        self.trackers = trackers
         self.jsonl = JsonlFile(run_dir / "metrics.jsonl", length)
         self.board: Any = None
         if tensorboard:
@@ -208,6 +212,8 @@ class Sink:
             for name, value in metrics.items():
                 if math.isfinite(value):
                     self.board.add_scalar(name, value, step)
+        if self.trackers is not None:
+            self.trackers.log(step, metrics)
 
     def text(self, step: int, name: str, text: str) -> None:
         """A text (such as a trajectory) for TensorBoard."""
@@ -221,6 +227,8 @@ class Sink:
         self.jsonl.close()
         if self.board is not None:
             self.board.close()
+        if self.trackers is not None:
+            self.trackers.close()
 
 
 class NoSink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from envace_jax.distributed import Processes
 
 # What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
 FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
+    "profile_steps",
     "rewards.max_no_verdict_share",
     *(  # how a judge or simulator is reached, not what is asked of it
         f"{section}.{name}"
@@ -32,9 +34,13 @@ FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "met
         ).split()
     ),
 )
+STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE)  # the disk, not us
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-OURS = ("config.json", "start.json", "metrics.jsonl", "trajectories.jsonl", "summary.json", "reward.png", "gap.png")
-OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps", "no_verdict")
+OURS = (
+    *("config.json", "start.json", "starts.jsonl", "REPRODUCE.md", "metrics.jsonl", "metrics.prom", "trackers.json"),
+    *("trajectories.jsonl", "summary.json", "reward.png", "gap.png"),
+)
+OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps", "profile", "no_verdict")
 
 
 def config_values(cfg: ConfigDict) -> dict[str, Any]:
@@ -64,7 +70,16 @@ def shared_run_dir(cfg: ConfigDict, processes: Processes) -> Iterator[Path]:
                 f"run_dir='{folder}': process {seen.index(False)} does not see what process 0 wrote there; give a "
                 "folder that all processes share"
             )
-        yield folder
+        try:
+            yield folder
+        except OSError as error:
+            if error.errno not in STORAGE:
+                raise
+            raise UserError(
+                f"run_dir='{folder}': cannot be written any more ({error.strerror}"
+                f"{f': {error.filename}' if error.filename else ''}); metrics and checkpoints up to the last whole "
+                "checkpoint stay. Make room, or mend the disk; the same command goes on from there"
+            ) from error
 
 
 @contextmanager
@@ -134,6 +149,18 @@ def facts() -> dict[str, Any]:
         "device_count": jax.device_count(),
         "git": {"commit": git("rev-parse", "HEAD"), "changed_files": len(git("status", "--porcelain").splitlines())},
     }
+
+
+def note_start(cfg: ConfigDict, folder: Path, mesh: str) -> None:
+    """Adds this start to `starts.jsonl` and writes `REPRODUCE.md`."""
+    from envace_jax.learning.looking import reproduce_page
+
+    path = folder / "starts.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    lines.append(json.dumps(facts(), sort_keys=True))
+    path.write_text("\n".join(lines) + "\n")
+    page = reproduce_page(config_values(cfg), [json.loads(line) for line in lines], mesh)
+    (folder / "REPRODUCE.md").write_text(page)
 
 
 def write_json(path: Path, value: Any) -> None:

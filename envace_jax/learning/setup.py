@@ -22,8 +22,9 @@ from envace_jax.learning.handover import HandOver
 from envace_jax.learning.interrupts import Interrupts
 from envace_jax.learning.learner import Learner, update_config
 from envace_jax.learning.metrics import Display, Metrics, NoSink, Sink
-from envace_jax.learning.run_dir import write_json
+from envace_jax.learning.run_dir import config_values, note_start, write_json
 from envace_jax.learning.step import make_update
+from envace_jax.learning.trackers import Trackers
 from envace_jax.rehearsal.fit import within_limit
 from envace_jax.rehearsal.grounding import Grounding, make_grounding
 from envace_jax.rehearsal.rollout import warm_up_control
@@ -59,6 +60,7 @@ class Run:
     position: dict[str, Any] = dataclasses.field(default_factory=dict)
     measured: bool = False  # the held-out figures before training are in the metrics
     saved: int = -1
+    counted: dict[str, float] = dataclasses.field(default_factory=dict)  # the engine's counters a step ago
     pending: Metrics | None = None  # figures of a step that is done but for its evaluation
     processes: Processes = dataclasses.field(default_factory=Processes)
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
@@ -88,6 +90,11 @@ class Run:
         with self.processes.waits("saving"):
             self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
         self.saved = self.step
+
+    def settle(self) -> None:
+        """Waits until the checkpoint under way is whole."""
+        with self.processes.waits("saving"):
+            self.checkpoints.wait()
 
     def hand_over(self) -> None:
         """Gives the engine the new parameters."""
@@ -172,7 +179,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             ),
             held_out=held_out,
             checkpoints=checkpoints,
-            sink=metrics_sink(cfg, folder, position) if processes.main else NoSink(),
+            sink=metrics_sink(cfg, folder, position, display) if processes.main else NoSink(),
             trajectories=trajectory_file(cfg, folder, position) if processes.main else None,
             display=display,
             initial=position.get("initial") or {name: x.digest() for name, x in learners.items()},
@@ -188,6 +195,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         sources = {"train": source_counts(train), "held_out": source_counts(held_out)}
         if processes.main:
             write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
+            note_start(cfg, folder, "one device" if mesh is None else str(dict(mesh.shape)))
         run.mark()
         run.interrupts.told = processes.stopping
         try:
@@ -201,13 +209,14 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         display.close()
 
 
-def metrics_sink(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> Sink:
+def metrics_sink(cfg: ConfigDict, folder: Path, position: dict[str, Any], display: Display) -> Sink:
     """The run's metrics, cut to what the checkpoint knows of."""
     return Sink(
         folder,
         tensorboard=cfg.metrics.tensorboard,
         length=position.get("files", {}).get("metrics", 0),
         step=position.get("step", 0),
+        trackers=Trackers(cfg.metrics.sinks, folder, config_values(cfg), display.say),
     )
 
 

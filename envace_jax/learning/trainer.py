@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
@@ -27,6 +28,7 @@ from envace_jax.learning.advantage import (
 )
 from envace_jax.learning.arms import Arm
 from envace_jax.learning.interrupts import Preempted
+from envace_jax.learning.looking import memory, peak_flops, profiled, profiling, utilisation
 from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
 from envace_jax.learning.run_dir import shared_run_dir, write_json
@@ -51,6 +53,7 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
         from envace_jax.report.dry_run import run_dry
 
         return run_dry(cfg)
+    steps = profiled(cfg.profile_steps)
     team = processes(cfg.mesh.hang_timeout)
     with shared_run_dir(cfg, team) as folder, prepare(cfg, folder, team) as run, run.interrupts:
         try:
@@ -59,7 +62,8 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
                 run.measured = True
                 run.mark()
             while run.step < cfg.learning.steps or run.pending is not None:
-                metrics = train_step(run) if run.pending is None else run.pending
+                with profiling(steps, run.step + 1, folder):
+                    metrics = train_step(run) if run.pending is None else run.pending
                 if evaluation_due(run):
                     if run.pending is None:
                         run.pending = dict(metrics)
@@ -78,11 +82,11 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
             agree_to_stop(run.processes, run.interrupts, interrupt)
             run.display.say(f"interrupted: saving step {run.step}; the same command goes on from there")
             run.save()
-            run.checkpoints.wait()
+            run.settle()
             if isinstance(interrupt, Preempted):
                 return PREEMPTED
             raise
-        run.checkpoints.wait()
+        run.settle()
         finish(run)
     return 0
 
@@ -264,7 +268,7 @@ def unjudged(run: Run, trajectories: Sequence[Trajectory]) -> None:
                 writer.write(trajectory, step=run.step)
     causes = Counter(t.masked_cause or "no reward" for t in masked)
     run.save()
-    run.checkpoints.wait()
+    run.settle()
     raise UserError(
         f"step {run.step + 1}: {len(masked)} of {len(trajectories)} trajectories have no verdict "
         f"({', '.join(f'{cause} {n}' for cause, n in causes.most_common())}), more than "
@@ -281,11 +285,31 @@ def throughput(run: Run, trajectories: Sequence[Trajectory], timings: dict[str, 
     out["tokens_per_s/learned"] = metrics.get("tokens_packed", 0.0) / max(metrics["time/learn"], 1e-9)
     stats = run.engine.stats() if hasattr(run.engine, "stats") else {}
     out |= {f"engine/{name}": float(value) for name, value in stats.items()}
+    out |= _busy(run, trajectories, stats, sampled, metrics)
     for name, value in (("trajectories", len(trajectories)), ("tokens_sampled", sampled)):
         run.totals[name] = run.totals.get(name, 0.0) + value
         out[f"total/{name}"] = run.totals[name]
     run.totals.setdefault("length_first/act", metrics["length/act"])
     out["length_first/act"] = run.totals["length_first/act"]
+    return out
+
+
+def _busy(
+    run: Run, trajectories: Sequence[Trajectory], stats: dict[str, float], sampled: int, metrics: Metrics
+) -> Metrics:
+    """Model FLOPs by phase with their share of the peak, the host's share of the rollout, memory."""
+    gained = {
+        name: stats.get(name, 0.0) - run.counted.get(name, 0.0) for name in ("tokens_prefilled", "seconds_waiting")
+    }
+    run.counted = dict(stats)
+    rows = [(len(r.ids), sum(r.sampled)) for t in trajectories for r in t.rows if any(r.sampled)]
+    work = (gained["tokens_prefilled"] * run.processes.count, float(sampled))
+    seconds = {"learn": metrics["time/learn"], "rollout": metrics["time/rollout"]}
+    mesh = run.learners["policy"].update.mesh
+    devices = list(mesh.devices.flat) if mesh is not None else jax.local_devices()[:1]
+    out = utilisation(run.spec, rows, work, seconds, len(devices), peak_flops(devices[0].device_kind)) | memory()
+    if "seconds_waiting" in stats:
+        out["host_share"] = 1.0 - min(1.0, gained["seconds_waiting"] / max(metrics["time/rollout"], 1e-9))
     return out
 
 

@@ -1,12 +1,17 @@
 """One process of a training run of several, for the tests: `team_child.py RUN_DIR [key=value ...]`.
 
-Like `trainer_child.py`, joined to the others by the environment.  `replay=FOLDER` trains on the trajectories that
-another run wrote instead of playing its own; `engine=real` samples with the model.
+Like `trainer_child.py`, joined to the others by the environment.  `replay=FOLDER` trains from the second step on with
+the trajectories that another run wrote instead of playing its own; `engine=real` samples with the model;
+`die=PLACE:N:SIGNAL` sends this process a signal when it comes to a place for the N-th time (`die1=...`: process 1
+alone).
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
@@ -15,11 +20,13 @@ from learning_common import rewarded, tiny_config, toy_engine  # noqa: E402
 from trainer_child import value  # noqa: E402
 
 from envace_jax import distributed  # noqa: E402
-from envace_jax.learning import setup, trainer  # noqa: E402
+from envace_jax.learning import checkpoint, setup, trainer  # noqa: E402
+from envace_jax.learning.step import Update  # noqa: E402
+from envace_jax.rewards.judge import RuleJudge  # noqa: E402
 
 
-def replayed(folder: str):
-    """A rollout that reads what another run played in the same step."""
+def replayed(rollout, folder: str):
+    """A rollout that plays the first step and reads what another run played in the others."""
     import json
 
     from envace_jax.rehearsal.trajectory import Trajectory
@@ -27,7 +34,10 @@ def replayed(folder: str):
     lines = (Path(folder) / "trajectories.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
 
-    def play(tasks, *, step, first_group, **_):
+    def play(tasks, *, step, first_group, **options):
+        if step == 0:
+            yield from rollout(tasks, step=step, first_group=first_group, **options)
+            return
         groups = range(first_group, first_group + len(list(tasks)))
         for record in records:
             if record["step"] == step and record["group"] in groups:
@@ -36,10 +46,35 @@ def replayed(folder: str):
     return play
 
 
+def dies(place: str, number: str, sign: str) -> None:
+    """Arms a fault: the signal comes in the middle of the place's N-th call."""
+    owner, name = {
+        "rollout": (trainer, "collect"),
+        "judge": (RuleJudge, "submit"),
+        "update": (Update, "update"),
+        "save": (checkpoint, "write_manifest"),
+    }[place]
+    real, calls = getattr(owner, name), [0]
+
+    def call(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == int(number):
+            os.kill(os.getpid(), getattr(signal, sign))
+            time.sleep(0.05)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
 def run(folder: str, *arguments: str) -> int:
     changes = dict(argument.split("=", 1) for argument in arguments)
-    replay = changes.pop("replay", "")
-    trainer.rollout = replayed(replay) if replay else rewarded(trainer.rollout)
+    trainer.rollout = rewarded(trainer.rollout)
+    if "replay" in changes:
+        trainer.rollout = replayed(trainer.rollout, changes.pop("replay"))
+    own = f"die{os.environ.get('ENVACE_PROCESS', '')}"
+    for name in {"die", own} & changes.keys():
+        dies(*changes.pop(name).split(":"))
+    changes = {k: v for k, v in changes.items() if not k.startswith("die")}
     if changes.pop("engine", "toy") == "toy":
         setup.make_engine = toy_engine
     return trainer.run_train(tiny_config(folder, **{k: value(v) for k, v in changes.items()}))
