@@ -22,6 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from envace_jax.config import UserError
+from envace_jax.faults import point
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{8,})$")
@@ -46,10 +47,14 @@ def write_manifest(folder: Path, manifest: Path) -> None:
     body = "\n".join(lines)
     text = f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n"
     temporary = manifest.with_suffix(".tmp")
+    point("open")
     with temporary.open("wb") as file:
+        point("write")
         file.write(text.encode())
         file.flush()
+        point("fsync")
         os.fsync(file.fileno())
+    point("rename")
     os.replace(temporary, manifest)
     _sync_folder(manifest.parent)
 
@@ -87,6 +92,7 @@ def manifest_problem(folder: Path, manifest: Path) -> str | None:
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        point("fsync")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

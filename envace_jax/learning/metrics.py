@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from envace_jax.faults import point
 from envace_jax.learning.advantage import Credit, advantages_of, group_spread
 from envace_jax.learning.trackers import Trackers
 from envace_jax.text.transcript import Role
@@ -171,6 +172,7 @@ class JsonlFile:
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one line and flushes it, so that a killed process loses at most the line it was writing."""
         assert self._file is not None
+        point("write")
         self._file.write(json.dumps(record, ensure_ascii=True, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -178,6 +180,7 @@ class JsonlFile:
         """Brings what was written to the disk; returns the length."""
         assert self._file is not None
         self._file.flush()
+        point("fsync")
         os.fsync(self._file.fileno())
         return self._file.tell()
 

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from envace_jax.config import UserError, flat
 from envace_jax.distributed import Processes
+from envace_jax.faults import point
 
 # What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
 FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
@@ -62,21 +63,21 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def shared_run_dir(cfg: ConfigDict, processes: Processes) -> Iterator[Path]:
     """`open_run_dir` for several processes: process 0 makes or takes it up, the others see the same folder."""
     with ExitStack() as stack:
-        processes.first(lambda: str(stack.enter_context(open_run_dir(cfg))), "opening the run")
-        folder = Path(cfg.run_dir)
-        seen = processes.gather((folder / "config.json").exists(), "opening the run")
-        if not all(seen):
-            raise UserError(
-                f"run_dir='{folder}': process {seen.index(False)} does not see what process 0 wrote there; give a "
-                "folder that all processes share"
-            )
         try:
+            processes.first(lambda: str(stack.enter_context(open_run_dir(cfg))), "opening the run")
+            folder = Path(cfg.run_dir)
+            seen = processes.gather((folder / "config.json").exists(), "opening the run")
+            if not all(seen):
+                raise UserError(
+                    f"run_dir='{folder}': process {seen.index(False)} does not see what process 0 wrote there; give a "
+                    "folder that all processes share"
+                )
             yield folder
         except OSError as error:
             if error.errno not in STORAGE:
                 raise
             raise UserError(
-                f"run_dir='{folder}': cannot be written any more ({error.strerror}"
+                f"run_dir='{cfg.run_dir}': cannot be written any more ({error.strerror}"
                 f"{f': {error.filename}' if error.filename else ''}); metrics and checkpoints up to the last whole "
                 "checkpoint stay. Make room, or mend the disk; the same command goes on from there"
             ) from error
@@ -166,8 +167,12 @@ def note_start(cfg: ConfigDict, folder: Path, mesh: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes a small JSON file atomically."""
     temporary = path.with_name(path.name + ".tmp")
+    point("open")
     with temporary.open("w") as file:
+        point("write")
         json.dump(value, file, indent=1, sort_keys=True)
         file.flush()
+        point("fsync")
         os.fsync(file.fileno())
+    point("rename")
     os.replace(temporary, path)

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from envace_jax.config import UserError
 from envace_jax.datasets.cm2 import Task, task_from_record, task_to_record
+from envace_jax.faults import point
 from envace_jax.rehearsal.ledger import Row, Segment
 from envace_jax.text.transcript import AssistantOutput, Observation, Role, Step, ToolCall, Transcript, Turn
 
@@ -120,6 +121,7 @@ class TrajectoryWriter:
 
     def write(self, trajectory: Trajectory, **extra: Any) -> None:
         """Writes one line; `extra` fields (such as the step) stand beside the trajectory's."""
+        point("write")
         self._file.write(json.dumps(trajectory.to_json() | extra, ensure_ascii=True, allow_nan=False) + "\n")
         self._file.flush()
 
