@@ -181,7 +181,12 @@ def default_config() -> ConfigDict:
                 "chip_hour": 0.0,  # price of one chip for one hour
                 "fill": 1.0,  # tokens of a usual step, as a share of every trajectory at its limits
             },
-            "checkpoint": {"every": 50, "keep": 3, "resume": True},
+            "checkpoint": {
+                "every": 50,
+                "keep": 3,
+                "resume": True,
+                "folder": "",  # empty: run_dir; a folder or bucket (gs://...) that all processes see
+            },
             "evaluation": {
                 "every": 0,
                 "tasks": 200,
@@ -387,7 +392,7 @@ CHECKS: dict[str, Check] = {
     "learning.max_probability_error": above(1),
     "learning.spike_limit": at_least(0),
     "learning.max_bad_steps": at_least(1),
-    "learning.max_staleness": between(0, 1),
+    "learning.max_staleness": Check("0: a step's rollouts do not overlap the update before them yet", lambda v: v == 0),
     "warmstart.steps": at_least(0),
     "warmstart.reviews": between(0, 1),
     "metrics.sinks": subset_of("wandb", "trackio", "mlflow", "prometheus"),
@@ -449,6 +454,11 @@ def problems(cfg: ConfigDict) -> list[str]:
             found.append(f"{key}='{values[key]}': no such file or folder")
     if values["model.tokenizer"] not in ("", "qwen3") and not Path(values["model.tokenizer"]).exists():
         found.append(f"model.tokenizer='{values['model.tokenizer']}': no such file or folder")
+    if "://" in values["run_dir"]:
+        found.append(
+            f"run_dir='{values['run_dir']}': expected a local folder; checkpoints may go to a bucket "
+            "(--config.checkpoint.folder=gs://...)"
+        )
     if "cm2" in values["data.source"].split("+") and not values["data.path"]:
         found.append("data.path='': data.source=cm2 needs the CM2 file (JSON, JSONL or parquet)")
     if values["rollout.grounding"] == "worldbook" and not values["rollout.worldbook"]:

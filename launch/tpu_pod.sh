@@ -76,7 +76,8 @@ start() {
   [ ${#command[@]} -gt 0 ] || die "start needs a command after --, e.g. -- train --config configs/qwen3_8b_v6e.py"
   require_env BUCKET
   local quoted
-  quoted="$(printf ' %q' "${command[@]}" "--config.run_dir=$BUCKET/$RUN_NAME")"
+  quoted="$(printf ' %q' "${command[@]}" "--config.run_dir=runs/$RUN_NAME" \
+    "--config.checkpoint.folder=$BUCKET/$RUN_NAME")"
   on_workers "cd envace && { tmux has-session -t $RUN_NAME 2>/dev/null && echo 'already running' ||
     tmux new-session -d -s $RUN_NAME \"bash -c '. ../.envace-secrets; ENVACE_DISTRIBUTED=auto \
 .venv/bin/python -m envace_jax$quoted >>../$RUN_NAME.log 2>&1'\"; }"
@@ -87,7 +88,7 @@ follow() { run gcloud compute tpus tpu-vm ssh "$TPU" --project="$PROJECT" --zone
 collect() {
   require_env BUCKET
   run mkdir -p "runs/$RUN_NAME"
-  run gcloud storage rsync --recursive --exclude='checkpoints/.*' "$BUCKET/$RUN_NAME" "runs/$RUN_NAME"
+  run gcloud storage rsync --recursive "$BUCKET/$RUN_NAME/run" "runs/$RUN_NAME"
 }
 
 down() { run gcloud compute tpus queued-resources delete "$TPU" --project="$PROJECT" --zone="$ZONE" --force --quiet; }

@@ -23,7 +23,7 @@ require_env PROJECT ZONE CLUSTER TYPE BUCKET IMAGE
 RUN_NAME="${RUN_NAME:-envace}"
 need xpk
 
-quoted="$(printf ' %q' "$@" "--config.run_dir=$BUCKET/$RUN_NAME")"
+quoted="$(printf ' %q' "$@" "--config.run_dir=runs/$RUN_NAME" "--config.checkpoint.folder=$BUCKET/$RUN_NAME")"
 args=(--project="$PROJECT" --zone="$ZONE" --cluster="$CLUSTER" --workload="$RUN_NAME")
 if [ "$DRY_RUN" = no ] && xpk workload list --project="$PROJECT" --zone="$ZONE" --cluster="$CLUSTER" 2>/dev/null |
   grep -qw "$RUN_NAME"; then

@@ -8,6 +8,7 @@ step, and says which newer ones it passed over and why.  Older steps go when a n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -23,6 +24,7 @@ import orbax.checkpoint as ocp
 
 from envace_jax.config import UserError
 from envace_jax.faults import point
+from envace_jax.learning.bucket import place
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{8,})$")
@@ -30,8 +32,11 @@ MANIFEST_HEAD = "envace_jax checkpoint digests, sha256"
 
 
 def file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def tree_digests(folder: Path) -> dict[str, str]:
@@ -46,6 +51,9 @@ def write_manifest(folder: Path, manifest: Path) -> None:
     lines = [MANIFEST_HEAD, *(f"{digest}  {name}" for name, digest in tree_digests(folder).items())]
     body = "\n".join(lines)
     text = f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n"
+    if "://" in os.fspath(manifest):
+        manifest.write_bytes(text.encode())  # in a bucket an object is there whole or not at all
+        return
     temporary = manifest.with_suffix(".tmp")
     point("open")
     with temporary.open("wb") as file:
@@ -89,6 +97,14 @@ def manifest_problem(folder: Path, manifest: Path) -> str | None:
     return None
 
 
+def _remove(path: Any) -> None:
+    """Removes a folder, here or in a bucket."""
+    if isinstance(path, Path):
+        shutil.rmtree(path)
+    else:
+        path.rmtree()
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -106,7 +122,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, say: Callable[[str], None] = _log.warning):
-        self.folder = Path(folder).absolute()
+        self.folder = place(folder)
         self.keep = max(1, keep)
         self.say = say
         self._main = jax.process_index() == 0
@@ -129,7 +145,7 @@ class Checkpoints:
             return
         path = self._path(step)
         if self._main and path.exists():
-            shutil.rmtree(path)  # left without a manifest by a killed process
+            _remove(path)  # left without a manifest by a killed process
         saver = self._checkpointer()
         saver.save(path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)))
         self._after = threading.Thread(target=self._finish, args=(step, saver), name="checkpoint", daemon=False)
@@ -166,7 +182,8 @@ class Checkpoints:
         finished = [step for step in self._steps() if self._manifest(step).exists()]
         for step in finished[: -self.keep]:
             self._manifest(step).unlink(missing_ok=True)
-            shutil.rmtree(self._path(step), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove(self._path(step))
 
     # Finding
 
@@ -209,13 +226,13 @@ class Checkpoints:
                 continue
             step = int(match.group(1))
             if path.is_dir() and (rest or not self._manifest(step).exists()):
-                shutil.rmtree(path)  # Orbax's temporary folder, or a save without its manifest
+                _remove(path)  # Orbax's temporary folder, or a save without its manifest
             elif rest and rest != "sha256":
                 path.unlink()
             elif newest is None or step > newest:
                 aside = path.with_name(f"damaged_{path.name}")
                 if aside.is_dir():
-                    shutil.rmtree(aside)
+                    _remove(aside)
                 path.replace(aside)
 
     # Restoring

@@ -184,7 +184,7 @@ class Learner:
     def _keep(self, batch: dict[str, jax.Array], step: int, k: int) -> None:
         """Writes a batch whose update was not taken where it can be looked at."""
         folder = self.folder / "bad_steps"
-        folder.mkdir(exist_ok=True)  # every process: gathering the batch needs all of them
+        folder.mkdir(parents=True, exist_ok=True)  # every process: gathering the batch needs all of them
         arrays: dict[str, Any] = {name: whole(x) for name, x in batch.items()}
         if self.processes.main:
             np.savez_compressed(folder / f"step_{step + 1:08d}_{self.name}_{k}.npz", **arrays)

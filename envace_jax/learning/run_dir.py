@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError, flat
 from envace_jax.distributed import Processes
 from envace_jax.faults import point
+from envace_jax.learning.bucket import pull
 
 # What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
 FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
@@ -67,10 +68,10 @@ def shared_run_dir(cfg: ConfigDict, processes: Processes) -> Iterator[Path]:
             processes.first(lambda: str(stack.enter_context(open_run_dir(cfg))), "opening the run")
             folder = Path(cfg.run_dir)
             seen = processes.gather((folder / "config.json").exists(), "opening the run")
-            if not all(seen):
+            if not all(seen) and not cfg.checkpoint.folder:
                 raise UserError(
                     f"run_dir='{folder}': process {seen.index(False)} does not see what process 0 wrote there; give a "
-                    "folder that all processes share"
+                    "folder that all processes share, or a checkpoint.folder that they do"
                 )
             yield folder
         except OSError as error:
@@ -101,6 +102,7 @@ def open_run_dir(cfg: ConfigDict) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"run_dir='{folder}': another process is training there") from None
+        pull(cfg, folder)
         path = folder / "config.json"
         values = config_values(cfg)
         if path.exists():

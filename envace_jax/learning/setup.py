@@ -17,6 +17,7 @@ from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks, source_counts
 from envace_jax.distributed import Processes
 from envace_jax.learning.arms import Arm, make_arm
+from envace_jax.learning.bucket import checkpoint_place, push
 from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.handover import HandOver
 from envace_jax.learning.interrupts import Interrupts
@@ -89,6 +90,8 @@ class Run:
             return
         with self.processes.waits("saving"):
             self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
+            if self.processes.main:
+                push(self.cfg, self.folder)
         self.saved = self.step
 
     def settle(self) -> None:
@@ -140,7 +143,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             to_engine = HandOver(mesh, rules, cfg.model.dtype)
         copy = to_engine or update.compute_copy
         learners = {name: Learner(cfg, update, params, name, folder, processes, to_engine) for name in arm.learners}
-        checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, display.say)
+        checkpoints = Checkpoints(checkpoint_place(cfg, folder), cfg.checkpoint.keep, display.say)
         position = restore(checkpoints, learners, display, processes)
         display.phase("compiling")
         processes.phase("compiling")

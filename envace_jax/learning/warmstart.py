@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
 from envace_jax.distributed import Processes
+from envace_jax.learning.bucket import checkpoint_place
 from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.learner import update_config
 from envace_jax.learning.loss import LossConfig
@@ -211,7 +212,7 @@ def warm_started(
     processes: Processes | None = None,
 ) -> Params:
     """The warm-started parameters of a run: made once, kept in its folder, read back when the run is taken up again."""
-    checkpoints = Checkpoints(folder / "warmstart", keep=1, say=display.say)
+    checkpoints = Checkpoints(checkpoint_place(cfg, folder, "warmstart"), keep=1, say=display.say)
     checkpoints.clean_up()
     (processes or Processes()).meet("the warm start")  # process 0 has cleaned up
     if checkpoints.latest() == cfg.warmstart.steps:

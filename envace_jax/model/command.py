@@ -100,6 +100,7 @@ def run_export(args: argparse.Namespace) -> None:
     import jax.numpy as jnp
 
     from envace_jax.build import lora_config
+    from envace_jax.learning.bucket import checkpoint_place
     from envace_jax.learning.checkpoint import Checkpoints, file_digest
     from envace_jax.model.card import model_card
     from envace_jax.model.hf import save_params
@@ -116,10 +117,10 @@ def run_export(args: argparse.Namespace) -> None:
     with cfg.unlocked():
         for key, value in values.items():
             set_key(cfg, key, tuple(value) if isinstance(value, list) else value)
-    checkpoints = Checkpoints(args.run_dir / "checkpoints", say=print)
+    checkpoints = Checkpoints(checkpoint_place(cfg, args.run_dir), say=print)
     step = checkpoints.latest() if args.step is None else args.step
     if step is None:
-        raise UserError(f"{args.run_dir}/checkpoints: no whole checkpoint there")
+        raise UserError(f"{checkpoints.folder}: no whole checkpoint there")
     meta = checkpoints.read_meta(step)
     spec = Qwen3Spec.from_hf_config(meta["model"])
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -55,7 +55,7 @@ def test_pod_walks_through_all_steps() -> None:
     order = ["queued-resources create", "scp", "pip install", "tmux new-session", "tail"]
     places = [done.stdout.index(word) for word in order]
     assert places == sorted(places)
-    assert "--config.run_dir=gs://b/envace" in done.stdout and "ENVACE_DISTRIBUTED=auto" in done.stdout
+    assert "--config.checkpoint.folder=gs://b/envace" in done.stdout and "ENVACE_DISTRIBUTED=auto" in done.stdout
     for action in ("up", "install", "start", "follow", "collect", "down"):
         assert run("tpu_pod.sh", action, "--dry_run", *TRAIN, env=CLOUD).returncode == 0
 

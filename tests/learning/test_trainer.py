@@ -26,6 +26,7 @@ from envace_jax.learning.shaping import Shaping, additions
 from envace_jax.rehearsal.trajectory import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ("time/", "tokens_per_s", "engine/", "memory/", "mfu/", "host_share")  # of the machine, not of the run
 CHILD = Path(__file__).with_name("trainer_child.py")
 
 
@@ -74,7 +75,7 @@ def same_end(a: Path, b: Path) -> None:
     assert (a / "trajectories.jsonl").read_bytes() == (b / "trajectories.jsonl").read_bytes()
     timeless = [
         [
-            {k: v for k, v in r.items() if not k.startswith(("time/", "tokens_per_s", "engine/"))}
+            {k: v for k, v in r.items() if not k.startswith(MEASURED)}
             for r in read_metrics(x)
         ]
         for x in (a, b)
