@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,16 @@ def file_digest(path: Path) -> str:
 
 def tree_digests(folder: Path) -> dict[str, str]:
     """sha256 of every file below a folder, by its relative path."""
-    return {
-        path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(_files(folder))}
+
+
+def _files(folder: Any) -> Iterator[Any]:
+    # Folder by folder: a recursive glob is not to be had in a bucket.
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
 
 
 def write_manifest(folder: Path, manifest: Path) -> None:
