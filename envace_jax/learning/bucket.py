@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
 
-COPIED = ("config.json", "start.json", "starts.jsonl", "REPRODUCE.md", "data.json", "metrics.jsonl", "trackers.json")
+COPIED = ("config.json", "start.json", "starts.json", "REPRODUCE.md", "data.json", "metrics.jsonl", "trackers.json")
 
 
 def place(folder: str | Path) -> Any:

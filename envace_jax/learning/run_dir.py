@@ -39,7 +39,7 @@ FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "met
 STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE)  # the disk, not us
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 OURS = (
-    *("config.json", "start.json", "starts.jsonl", "REPRODUCE.md", "metrics.jsonl", "metrics.prom", "trackers.json"),
+    *("config.json", "start.json", "starts.json", "REPRODUCE.md", "metrics.jsonl", "metrics.prom", "trackers.json"),
     *("trajectories.jsonl", "summary.json", "reward.png", "gap.png"),
 )
 OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps", "profile", "no_verdict")
@@ -155,15 +155,13 @@ def facts() -> dict[str, Any]:
 
 
 def note_start(cfg: ConfigDict, folder: Path, mesh: str) -> None:
-    """Adds this start to `starts.jsonl` and writes `REPRODUCE.md`."""
+    """Adds this start to `starts.json` and writes `REPRODUCE.md`."""
     from envace_jax.learning.looking import reproduce_page
 
-    path = folder / "starts.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    lines.append(json.dumps(facts(), sort_keys=True))
-    path.write_text("\n".join(lines) + "\n")
-    page = reproduce_page(config_values(cfg), [json.loads(line) for line in lines], mesh)
-    (folder / "REPRODUCE.md").write_text(page)
+    path = folder / "starts.json"
+    starts = [*(json.loads(path.read_text()) if path.exists() else []), facts()]
+    write_json(path, starts)
+    (folder / "REPRODUCE.md").write_text(reproduce_page(config_values(cfg), starts, mesh))
 
 
 def write_json(path: Path, value: Any) -> None:

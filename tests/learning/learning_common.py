@@ -194,6 +194,23 @@ class ToyEngine:
         return {"requests": float(self.count)}
 
 
+class CountingEngine(ToyEngine):
+    """What it says follows from how often it was given parameters, not from their bits: layouts and compilers round
+    initial parameters differently in the last place."""
+
+    def set_params(self, params, name="policy"):
+        self.digests[name] = self.digests.get(name, 0) + 1
+
+
+def counting_engine(cfg, spec, params, *_):
+    """Stands in for `build.make_engine`, as `toy_engine` does."""
+    from envace_jax.build import chat_format
+
+    engine = CountingEngine(chat_format(cfg), spec.vocab_size)
+    engine.set_params(params)
+    return engine
+
+
 def toy_engine(cfg, spec, params, *_):
     """Stands in for `build.make_engine`."""
     from envace_jax.build import chat_format

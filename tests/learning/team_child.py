@@ -1,7 +1,7 @@
 """One process of a training run of several, for the tests: `team_child.py RUN_DIR [key=value ...]`.
 
 Like `trainer_child.py`, joined to the others by the environment.  `replay=FOLDER` trains from the second step on with
-the trajectories that another run wrote instead of playing its own; `engine=real` samples with the model;
+the trajectories that another run wrote instead of playing its own; `engine` is `toy`, `counting` or `real`;
 `die=PLACE:N:SIGNAL` sends this process a signal when it comes to a place for the N-th time (`die1=...`: process 1
 alone).
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from learning_common import rewarded, tiny_config, toy_engine  # noqa: E402
+from learning_common import counting_engine, rewarded, tiny_config, toy_engine  # noqa: E402
 from trainer_child import value  # noqa: E402
 
 from envace_jax import distributed  # noqa: E402
@@ -75,8 +75,9 @@ def run(folder: str, *arguments: str) -> int:
     for name in {"die", own} & changes.keys():
         dies(*changes.pop(name).split(":"))
     changes = {k: v for k, v in changes.items() if not k.startswith("die")}
-    if changes.pop("engine", "toy") == "toy":
-        setup.make_engine = toy_engine
+    engine = changes.pop("engine", "toy")
+    if engine != "real":
+        setup.make_engine = {"toy": toy_engine, "counting": counting_engine}[engine]
     return trainer.run_train(tiny_config(folder, **{k: value(v) for k, v in changes.items()}))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from learning_common import rewarded, tiny_config, toy_engine
+from learning_common import counting_engine, rewarded, tiny_config
 
 from envace_jax.distributed import LOST
 from envace_jax.learning import setup, trainer
@@ -93,7 +93,7 @@ def alone(tmp_path_factory):
     os.chdir(ROOT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "rollout", rewarded(trainer.rollout))
-        patch.setattr(setup, "make_engine", toy_engine)
+        patch.setattr(setup, "make_engine", counting_engine)
         folder = tmp_path_factory.mktemp("runs") / "alone"
         assert trainer.run_train(tiny_config(folder, **{"learning.steps": 5})) == 0
     os.chdir(before)
@@ -128,7 +128,7 @@ def restores_everywhere(folder: Path) -> None:
 def test_two_processes_train_as_one(alone, tmp_path):
     """Their own first step has the same ids; on the same trajectories losses agree; checkpoints fit other meshes."""
     folder = tmp_path / "two"
-    changes = ("learning.steps=5", "mesh.replica=2", "mesh.fsdp=2", f"replay={alone}")
+    changes = ("learning.steps=5", "mesh.replica=2", "mesh.fsdp=2", "engine=counting", f"replay={alone}")
     assert finish(start(folder, *changes)) == [0, 0], output(folder)
     same_training(alone, folder)
     restores_everywhere(folder)
