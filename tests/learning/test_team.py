@@ -124,6 +124,7 @@ def restores_everywhere(folder: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_two_processes_train_as_one(alone, tmp_path):
     """Their own first step has the same ids; on the same trajectories losses agree; checkpoints fit other meshes."""
