@@ -70,7 +70,8 @@ def _simulator(cfg: ConfigDict) -> EndpointObserver:
     endpoint = Endpoint(EndpointSettings.from_config(cfg.rollout.simulator))
 
     def ask(system: str, user: str) -> str:
-        done = endpoint.complete([{"role": "system", "content": system}, {"role": "user", "content": user}])
+        rules = [{"role": "system", "content": system}] if system else []
+        done = endpoint.complete([*rules, {"role": "user", "content": user}])
         if done.text is None:
             raise SimulatorFailed(f"{done.cause}: {done.detail}")
         return done.text

@@ -154,10 +154,10 @@ class PromptWriter:
         return () if self.compact else tuple(canonical_json(tool) for tool in late)
 
     def messages(self, scene: Scene) -> tuple[str, str]:
-        """System and user text of a prompt, for a simulator outside the engine."""
+        """System and user text of a prompt, for a simulator outside the engine; the compact form has no system text."""
         layout = self._layout(scene)
         call = scene.call if isinstance(scene.call, str) else self.chat.tokenizer.decode(scene.call)
-        return self.rules, "".join([*(text for part in layout for text in part), call])
+        return "" if self.compact else self.rules, "".join([*(text for part in layout for text in part), call])
 
     # --- ids ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 import time
 
@@ -78,7 +79,6 @@ FAULTS = {
         status=400,
         content_type="application/json",
     ),
-    "never": lambda req: (time.sleep(1.0), truthful(req))[1],
 }
 
 
@@ -92,7 +92,7 @@ def judge_all(server: HTTPServer, n: int, fault_share: float, batch: bool) -> tu
 
     server.expect_request("/v1/chat/completions").respond_with_handler(handler)
     truth: dict[str, list[bool]] = {}
-    settings = EndpointSettings(server.url_for("/v1"), "m", attempts=2, timeout=0.5, deadline=3.0)
+    settings = EndpointSettings(server.url_for("/v1"), "m", attempts=2, timeout=60.0, deadline=600.0)
     with Endpoint(settings) as endpoint:
         judge = ModelJudge(endpoint, batch_items=batch)
         for i in range(n // 4):
@@ -110,7 +110,7 @@ def judge_all(server: HTTPServer, n: int, fault_share: float, batch: bool) -> tu
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.timeout(900)
 def test_no_wrong_reward_whatever_the_server_does(httpserver: HTTPServer, n: int, batch: bool) -> None:
-    truth, results, stats = judge_all(httpserver, n, fault_share=0.2 if n == 400 else 0.05, batch=batch)
+    truth, results, stats = judge_all(httpserver, n, fault_share=0.3 if n == 400 else 0.05, batch=batch)
     masked = 0
     for name, answers in truth.items():
         result = results[name]
@@ -123,7 +123,16 @@ def test_no_wrong_reward_whatever_the_server_does(httpserver: HTTPServer, n: int
         assert reward in (None, sum(answers) / 4)
     failures = sum(v for k, v in stats.items() if k.startswith("failed_"))
     assert 0 < masked < len(truth) and failures > 0  # faults that outlast the attempts mask, and are counted
-    assert {c for r in results.values() for c in r.causes.values()} <= {"outage", "timeout", "malformed", "refused"}
+    assert {c for r in results.values() for c in r.causes.values()} <= {"outage", "malformed", "refused"}
+
+
+def test_a_server_that_never_answers_gives_no_verdict() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        with Endpoint(EndpointSettings(url, "m", attempts=2, timeout=0.2, deadline=5.0)) as endpoint:
+            result = ModelJudge(endpoint).judge(request("a", [item("C0"), item("C1")]))
+    assert result.verdicts == (((None,), (None,)),)
+    assert set(result.causes.values()) == {"timeout"}
 
 
 def two_turn_tasks(n: int) -> list[Task]:
@@ -136,7 +145,7 @@ def test_no_episode_is_lost_and_what_judging_cost_is_shown(httpserver: HTTPServe
     """40 episodes, every third answer of the judge at fault: each comes back with its right reward or masked; played
     again, verdicts come from the cache."""
     chat = ChatFormat(load_tokenizer("data/quickstart/tokenizer"), thinking=False)
-    rng, lock, asked, faults = random.Random(1), threading.Lock(), [], [name for name in FAULTS if name != "never"]
+    rng, lock, asked, faults = random.Random(1), threading.Lock(), [], [*FAULTS]
 
     def handler(req: Request) -> Response:
         with lock:
