@@ -110,6 +110,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> ConfigDict:
     except (flags.Error, TypeError, ValueError, KeyError, AttributeError) as e:
         raise UserError(f"command line: {e}") from None
     cfg = values["config"].value
+    assert cfg is not None  # the flag has a default
     if not cfg.run_dir:
         cfg.run_dir = f"runs/{Path(path).stem if path else 'default'}"
     return cfg

@@ -222,7 +222,7 @@ class Endpoint:
         )
         try:
             async with asyncio.timeout(self.settings.deadline):
-                done = await retrying(attempt)
+                done: Completion = await retrying(attempt)
         except TimeoutError:
             done = Completion(None, TIMEOUT, f"no answer within {self.settings.deadline:g} s")
         except _Failure as e:

@@ -74,7 +74,8 @@ def play(
         if isinstance(played, SimulatorFailed):
             on_failure(f"{tasks[number].uuid}, trial {trial}: {played}")
         else:
-            yield result_of(benchmark, tasks[number], trial, *played, seconds)
+            trajectory, counted = played
+            yield result_of(benchmark, tasks[number], trial, trajectory, counted, seconds)
 
 
 def result_of(

@@ -25,11 +25,11 @@ assert set(DTYPE_OPTION.values()) <= DTYPES.keys()
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
     """A rich bar in bytes, one line for each of reading, writing and checking."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description:>12}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns) as bar:
-        tasks: dict[str, int] = {}
+        tasks: dict[str, TaskID] = {}
 
         def show(done: int, total: int, what: str) -> None:
             if what not in tasks:
@@ -134,7 +134,7 @@ def run_export(args: argparse.Namespace) -> None:
     params = checkpoints.restore(step, {args.name: {"params": shapes}}, partial=True)[args.name]["params"]
     manifest = checkpoints.folder / f"step_{step:08d}.sha256"
     texts = {"README.md": model_card(args.out.name, spec, run_facts(args.run_dir, values, step))}
-    if args.adapter:
+    if args.adapter and lora is not None:
         folder = save_adapter(
             args.out,
             params["lora"],

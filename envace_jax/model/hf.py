@@ -111,8 +111,7 @@ def check_tensors(located: Located, spec: Qwen3Spec, where: str) -> list[Piece]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put_layer(stack: jax.Array, part: jax.Array, layer: jax.Array) -> jax.Array:
-    start = (layer, *(0 for _ in part.shape))
-    return jax.lax.dynamic_update_slice(stack, part[None].astype(stack.dtype), start)
+    return jax.lax.dynamic_update_slice(stack, part[None].astype(stack.dtype), (layer, *[0] * part.ndim))
 
 
 def _sharding(entry: Entry, rules: Rules, mesh: Mesh | None, *, layer: bool) -> jax.sharding.Sharding:
@@ -140,7 +139,8 @@ def _place_experts(
     sizes = axis_sizes(spec)
     shape = (spec.n_experts, *entry.our_shape(sizes))
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         experts = range(spec.n_experts)[index[0]]
         out: np.ndarray | None = None
         for row, expert in enumerate(experts):
@@ -239,7 +239,7 @@ def _fetch(params: Mapping[str, Any], spec: Qwen3Spec, dtype: np.dtype) -> Calla
     @functools.lru_cache(maxsize=1)
     def layer_part(path: tuple[str, ...], stacked: bool, layer: int) -> np.ndarray:
         # The experts of one kind and layer come together: they are sharded among themselves.
-        array = functools.reduce(lambda tree, key: tree[key], path, params)
+        array: Any = functools.reduce(lambda tree, key: tree[key], path, params)
         with _mesh_context(getattr(array.sharding, "mesh", None)):
             return np.asarray(whole(array, stacked, jnp.int32(layer)).addressable_data(0))
 

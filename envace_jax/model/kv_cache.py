@@ -62,9 +62,8 @@ def cache_spec(rules: Rules, *, stacked: bool) -> jax.sharding.PartitionSpec:
 
 def empty_cache(spec: Qwen3Spec, rows: int, length: int, dtype: Any, *, stacked: bool, sharding: Any = None) -> KVCache:
     """A cache of zeros."""
-    shape = (rows, spec.n_kv_heads, length, spec.head_dim)
-    if stacked:
-        shape = (spec.n_layers, *shape)
+    layer = (rows, spec.n_kv_heads, length, spec.head_dim)
+    shape = (spec.n_layers, *layer) if stacked else layer
     zeros = functools.partial(jnp.zeros, shape, dtype, device=sharding)
     if stacked:
         return KVCache(zeros(), zeros())

@@ -385,8 +385,16 @@ def forward_with_routing(
     rules = options.rules
 
     def attend(carry: None, _: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[None, jax.Array]:
-        places = dict(positions_BxT=positions_BxT, segments_BxT=segment_ids_BxT)
-        return carry, attention(q, k, v, **places, rules=rules, backend=options.attention)
+        out_BxTxHxDh = attention(
+            q,
+            k,
+            v,
+            positions_BxT=positions_BxT,
+            segments_BxT=segment_ids_BxT,
+            rules=rules,
+            backend=options.attention,
+        )
+        return carry, out_BxTxHxDh
 
     x_BxTxD = embed(params, tokens_BxT, options)
     x_BxTxD, _, routing = decoder_with_routing(

@@ -182,7 +182,8 @@ def make_plan(
         in_update = state + own
     else:
         in_update = update.needed or update.arguments + update.own + state * (1 - 1 / learners)
-    sampling = max([p.own for p in (decode, prefill) if p is not None] or [0.02 * resident.kv])
+    own_sampling = [float(p.own) for p in (decode, prefill) if p is not None]
+    sampling = max(own_sampling or [0.02 * resident.kv])
     refused = max([p.needed for p in (decode, prefill) if p is not None], default=0)
     phases = {
         "rollout": resident.total + sampling if not refused else refused + state + resident.reference + shelf,

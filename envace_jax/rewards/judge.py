@@ -90,9 +90,9 @@ class RuleJudge:
             UserError: when a rule is malformed.
         """
         causes: dict[tuple[int, int, int], str] = {}
-        verdicts = []
+        verdicts: list[tuple[tuple[Verdict, ...], ...]] = []
         for v, items in enumerate(request.items):
-            table = []
+            table: list[tuple[Verdict, ...]] = []
             for k, item in enumerate(items):
                 if item.rule is None:
                     table.append((None,) * request.n_steps)

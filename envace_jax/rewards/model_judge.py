@@ -108,15 +108,15 @@ class ModelJudge:
                     open_places.append((v, k))
         groups = [tuple(open_places)] if self._batch and open_places else [(place,) for place in open_places]
         for places in groups:
-            items = [job.request.items[v][k] for v, k in places]
+            asked = [job.request.items[v][k] for v, k in places]
 
-            def check(text: str, n: int = len(items)) -> str | None:
+            def check(text: str, n: int = len(asked)) -> str | None:
                 read = read_verdicts(text, n)
                 return read if isinstance(read, str) else None
 
             future = self._backend.submit(
-                judge_messages(job.request, job.step, items),
-                schema=verdict_schema(len(items)),
+                judge_messages(job.request, job.step, asked),
+                schema=verdict_schema(len(asked)),
                 schema_name="verdict",
                 check=check,
             )

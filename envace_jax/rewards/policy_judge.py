@@ -94,7 +94,7 @@ class PolicyBackend:
         ids = done.ids[:-1] if done.finish == "stop" and done.ids else done.ids
         text = self.chat.tokenizer.decode(ids).rpartition("</think>")[2].strip()
         wrong = "cut off at the length limit" if done.finish != "stop" else asked.check(text) if asked.check else None
-        counts = {
+        counts: dict[str, Any] = {
             "prompt_tokens": len(asked.prompt),
             "completion_tokens": asked.completion_tokens,
             "attempts": asked.attempt,

@@ -105,7 +105,7 @@ def run_rescore(cfg: ConfigDict, args: argparse.Namespace) -> None:
     path = args.trajectories / "trajectories.jsonl" if args.trajectories.is_dir() else args.trajectories
     if args.out.exists():
         raise UserError(f"--out {args.out}: is there already; name a new file")
-    checklists = None
+    checklists: dict[str, Checklists] | None = None
     if args.checklists:
         tasks: list[Task] = read_tasks(args.checklists, cfg.data.on_bad_record)[0]
         checklists = {t.uuid: t.checklists for t in tasks}

@@ -232,9 +232,12 @@ class Pool:
             array = np.full((size, 2), [0, slots + shapes.shelf], np.int32)
             array[: len(part)] = np.array(part) - [slots * from_shelf, slots * to_shelf]
             if to_shelf:
+                assert self.shelf is not None
                 self.shelf = self.run.copy(self.shelf, self.lanes, array)
             else:
-                self.lanes = self.run.copy(self.lanes, self.shelf if from_shelf else self.lanes, array)
+                source = self.shelf if from_shelf else self.lanes
+                assert source is not None
+                self.lanes = self.run.copy(self.lanes, source, array)
 
     def _prefill(self, todo: list[tuple[int, int, int]]) -> None:
         """Keys and values for positions start..end of lanes, in pieces of the shape ladder."""
@@ -272,7 +275,9 @@ class Pool:
         if guided:
             allowed = np.ones((self.slots, self.run.spec.vocab_size), bool)
             for lane in guided:
-                mask = self.live[lane].request.guide.allowed()
+                guide = self.live[lane].request.guide
+                assert guide is not None
+                mask = guide.allowed()
                 allowed[lane, : len(mask)], allowed[lane, len(mask) :] = mask, False
             drafts = np.zeros((self.slots, 0), np.int32)
             self.lanes, out, logps = self.run.verify(self.params, self.lanes, drafts, allowed, *arrays)

@@ -219,8 +219,8 @@ def feed(
         positions = starts[:, None] + jnp.arange(q.shape[1])[None]
         k_RxKxPxDh, v_RxKxPxDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         carry = kv_cache.write_windows(carry, layer, k_RxKxPxDh, v_RxKxPxDh, rows, starts)
-        seen = (x.at[rows, :, :context].get(mode="clip") for x in carry.layer(layer))
-        return carry, kv_cache.prefill_attention(q, *seen, positions, *hidden)
+        k_seen, v_seen = (x.at[rows, :, :context].get(mode="clip") for x in carry.layer(layer))
+        return carry, kv_cache.prefill_attention(q, k_seen, v_seen, positions, *hidden)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array):
         arrays = (carry, q, k, v, rows_R, places_R, *hidden)
@@ -387,12 +387,11 @@ class Programs:
     def _program(self, name: str, key: tuple[Any, ...], function: Callable, donate: int | None, args: tuple) -> Any:
         program = self.compiled.get((name, *key))
         if program is None:
-            donate = () if donate is None else (donate,)
             everywhere = (name, key, self.spec, self.options, self.shapes, _signature(args))
             program = _COMPILED.get(everywhere)
             if program is None:
                 with self.active():
-                    program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+                    program = jax.jit(function, donate_argnums=() if donate is None else donate).lower(*args).compile()
                 _COMPILED[everywhere] = program
                 self.n_compiled += 1
             self.compiled[name, *key] = program

@@ -335,7 +335,7 @@ class Server:
                 raise BadRequest("a raw stream takes one prompt and n=1", "stream")
             return self._stream_raw(prompts[0], model, sampling)
         groups = await asyncio.gather(*(self._all(request, p, sampling) for p in prompts))
-        choices = []
+        choices: list[dict[str, Any]] = []
         for prompt, text, outputs in zip(prompts, asked.prompts, groups):
             shown = (text if isinstance(text, str) else self.chat.tokenizer.decode(prompt)) if asked.echo else ""
             choices += [self._raw_choice(len(choices) + i, o, sampling, shown) for i, o in enumerate(outputs)]

@@ -92,11 +92,11 @@ class Generator:
         news: asyncio.Queue[Progress] = asyncio.Queue()
         partial = partial or bool(sampling.stop)
         guide = guides() if guides is not None else None
-        ticket = self.loop.submit(
-            self.request(prompt, sampling, choice, affinity, guide),
-            lambda p: here.call_soon_threadsafe(news.put_nowait, p),
-            stream=partial,
-        )
+
+        def report(progress: Progress) -> None:
+            here.call_soon_threadsafe(news.put_nowait, progress)
+
+        ticket = self.loop.submit(self.request(prompt, sampling, choice, affinity, guide), report, stream=partial)
         done = False
         try:
             while not done:

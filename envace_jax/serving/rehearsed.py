@@ -139,9 +139,13 @@ async def _complete(request: Request, generator: Generator) -> Completion:
     here = asyncio.get_running_loop()
     done: asyncio.Future[Progress] = here.create_future()
 
+    def settle(progress: Progress) -> None:
+        if not done.done():
+            done.set_result(progress)
+
     def report(progress: Progress) -> None:
         if progress.finish is not None or progress.error is not None:
-            here.call_soon_threadsafe(lambda: done.done() or done.set_result(progress))
+            here.call_soon_threadsafe(settle, progress)
 
     if len(request.prompt_ids) >= generator.max_length:
         raise BadRequest(

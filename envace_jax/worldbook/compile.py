@@ -47,7 +47,8 @@ def observed_actions(
         for key in dict.fromkeys([*properties, *arguments[name]]):
             kinds = arguments[name][key]
             seen = kinds.most_common(1)[0][0] if len(kinds) == 1 else "any"
-            doc = properties.get(key) if isinstance(properties.get(key), dict) else {}
+            doc = properties.get(key)
+            doc = doc if isinstance(doc, dict) else {}
             specs[key] = R.ArgumentSpec(
                 str(doc.get("type") or seen) if not isinstance(doc.get("type"), list) else "any",
                 key in required or (not parameters and sum(kinds.values()) == uses[name]),
@@ -356,8 +357,7 @@ def reconcile(claims: Claims, transitions: Sequence[Transition]) -> tuple[Claims
     notes = []
     for note in claims.notes:
         sources = tuple(p for p in (_anchored(p, events) for p in note.provenance) if p is not None)
-        status = note.status if sources else "untested"
-        notes.append(replace(note, provenance=sources, status=status))
+        notes.append(replace(note, provenance=sources, status=note.status if sources else "untested"))
     have = {a for c in claims.contracts for a in c.action_types}
     contracts = (*claims.contracts, *[c for c in observed_contracts(transitions) if c.action_types[0] not in have])
     return (

@@ -7,6 +7,7 @@ an explicit unknown. The deterministic inducer (`envace_jax.worldbook.symbolic`)
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -406,7 +407,7 @@ def _revised(
             f"These rules of {neutral(name)} are contradicted by the traces. Give them corrected, in the same form.\n"
             f"{_TERMS}\n\n{shown}"
         )
-        found, problem = ask_json(calls, "revise", name, text, lambda data, n=name: _decode_rules(n, data, known))
+        found, problem = ask_json(calls, "revise", name, text, functools.partial(_decode_rules, name, known=known))
         if found is None:
             note_unknown("revise", name, problem)
             out += bad
@@ -429,8 +430,8 @@ def _contract(
     )
 
     def decode(data: dict[str, Any]) -> R.RenderContract:
-        wanted = {k: data[k] for k in ("content_type", "required_fields", "instructions") if k in data}
-        body = {"id": "new", "action_types": [name], **wanted}
+        wanted: dict[str, Any] = {k: data[k] for k in ("content_type", "required_fields", "instructions") if k in data}
+        body: dict[str, Any] = {"id": "new", "action_types": [name], **wanted}
         contract = R.from_json(R.RenderContract, body, "answer")
         objects = [t.value for t in items if isinstance(t.value, dict) and not is_failure(t.value)]
         fields = tuple(f for f in contract.required_fields if objects and all(f in o for o in objects))

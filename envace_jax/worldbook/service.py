@@ -90,8 +90,8 @@ def simulate(
         elif text.startswith(":"):
             show("commands: :state :actions :memory :fork :back :quit")
         else:
-            action = text_action(text)
-            session, result = harness.step(session, action["type"], action["arguments"])
+            asked = text_action(text)
+            session, result = harness.step(session, asked["type"], asked["arguments"])
             origin = result.source + (f" {result.rule_id}" if result.rule_id else "")
             show(result.text if result.source != "none" else f"(no answer: {result.cause or result.rejected})")
             if verbose:

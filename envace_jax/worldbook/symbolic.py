@@ -283,7 +283,7 @@ class _Induction:
             readings.sort(key=lambda r: (r.sample.episode, r.sample.at))
             writers = {b.index: b.samples for b in self.branches if b.samples and not is_failure(b.samples[0].value)}
             read = {
-                b.index: {leaf.path[0] for leaf in b.explanation.leaves if any(map(dynamic_path, leaf.terms))}
+                b.index: {str(leaf.path[0]) for leaf in b.explanation.leaves if any(map(dynamic_path, leaf.terms))}
                 for b in self.branches
                 if b.explanation is not None and isinstance(b.samples[0].value, dict)
             }
