@@ -542,7 +542,7 @@ def play(
     Also returns early when a lane needs a longer cache row. The cache is donated in and aliased out. Returns the
     counters of `COUNTERS` besides.
     """
-    fixed = dict(spec=spec, options=options, sizes=sizes)
+    fixed: dict[str, Any] = dict(spec=spec, options=options, sizes=sizes)
     began = jnp.sum(lanes.status == GOING)
 
     def more(state: tuple) -> jax.Array:
