@@ -165,9 +165,10 @@ def empty_lanes(sizes: Sizes) -> Lanes:
     """Lanes without a trajectory, on the host."""
     b = sizes.lanes
     whole = lambda *shape: np.zeros((b, *shape), np.int32)  # noqa: E731
+    floats = lambda: np.zeros((b, sizes.ledger), np.float32)  # noqa: E731
     return Lanes(
         tokens=(whole(sizes.ledger), whole(sizes.ledger)),
-        logps=tuple(np.zeros((b, sizes.ledger), np.float32) for _ in range(2)),
+        logps=(floats(), floats()),
         known=whole(2),
         valid=whole(2),
         owner=np.full((b, sizes.lengths[-1]), NOBODY, np.int8),
@@ -322,7 +323,7 @@ def _decode(
     spec: Qwen3Spec,
     options: qwen3.ForwardOptions,
     sizes: Sizes,
-    patience: float,
+    patience: float | jax.Array,
 ) -> tuple[KVCache, Lanes, jax.Array, jax.Array]:
     """Advances every lane that is going by up to a chunk of tokens; as `programs.decode`. Also gives finish codes."""
     b, chunk, role_B = sizes.lanes, sizes.chunk, lanes.role
