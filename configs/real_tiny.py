@@ -33,12 +33,14 @@ def get_config():
     c.warmstart.steps = 150
     c.warmstart.lr = 3e-3
     c.warmstart.tasks = 8
+    c.warmstart.batch_rows = 8
     c.learning.steps = 3
     c.learning.prompts_per_step = 4
     c.learning.group_size = 4
     c.learning.lr = 1e-4
     c.learning.row_tokens = 2560
     c.learning.kl_coef = 0.0
-    c.learning.rows_per_microbatch = 2
+    c.learning.logprob_chunk = 128  # a token costs 152k logits, and most of a row predicts nothing
+    c.learning.rows_per_microbatch = 1
     c.checkpoint.every = 3
     return c
