@@ -78,4 +78,5 @@ def test_accelerator_extras_go_with_the_tested_versions() -> None:
     pins = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("jax==")]
     assert len(pins) == 2
     for name, extra in (("tpu", "tpu"), ("cuda", "cuda12")):
-        assert [line.replace(f"[{extra}]", "") for line in extras()[name]] == pins
+        jax_lines = [line for line in extras()[name] if line.startswith("jax")]
+        assert [line.replace(f"[{extra}]", "") for line in jax_lines] == pins
