@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,5 +49,7 @@ def test_every_defect_has_its_row_and_a_test() -> None:
 
 
 def test_no_document_names_a_machine_or_a_registry() -> None:
+    here = (str(ROOT), str(Path.home()) + "/", tempfile.gettempdir() + "/")
     for document in DOCUMENTS:
-        assert not re.search(r"/work/|/tmp/w|/root/", document.read_text()), document
+        text = document.read_text()
+        assert not any(place in text for place in here), document

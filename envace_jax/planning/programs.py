@@ -311,15 +311,15 @@ def episodes_program(cfg: ConfigDict, spec: Any, mesh: Any) -> Program:
 
     from envace_jax.build import engine_config
     from envace_jax.rehearsal.settings import EpisodeConfig
-    from envace_jax.sampling import automaton
+    from envace_jax.sampling import automaton, lanes
 
     config = engine_config(cfg)
-    sizes = automaton.Sizes.of(config, EpisodeConfig.from_config(cfg))
+    sizes = lanes.Sizes.of(config, EpisodeConfig.from_config(cfg))
     given = sampler_shapes(cfg, spec, mesh)
     shape = list(given.cache.k.shape)
     shape[-2] = sizes.lengths[-1]
     cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=x.sharding), given.cache)
-    small = (automaton.empty_lanes(sizes), automaton.empty_book(sizes), automaton.empty_protocol())
+    small = (lanes.empty_lanes(sizes), lanes.empty_book(sizes), lanes.empty_protocol())
     state = jax.tree.map(lambda x: _whole(mesh, x.shape, x.dtype), small)
     fixed = dict(spec=spec, options=given.options, sizes=sizes, patience=config.patience)
     play = jax.jit(functools.partial(automaton.play, **fixed), donate_argnums=1)

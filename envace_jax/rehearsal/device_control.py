@@ -24,8 +24,28 @@ from envace_jax.rehearsal.episode import EpisodeState, Setting
 from envace_jax.rehearsal.prompts import PromptWriter, Scene
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.sampling import automaton
-from envace_jax.sampling.automaton import ACT, DONE, EMPTY, GOING, HANDED, NOBODY, REHEARSE, Lanes, Sizes, Stage
+from envace_jax.sampling.automaton import Stage
 from envace_jax.sampling.engine import Completion, Engine, Request
+from envace_jax.sampling.lanes import (
+    ACT,
+    COUNTERS,
+    DONE,
+    EMPTY,
+    FRAME,
+    GOING,
+    HANDED,
+    MAX_ACT,
+    MAX_ROW,
+    N_TAGS,
+    NOBODY,
+    REHEARSE,
+    Lanes,
+    Protocol,
+    Sizes,
+    empty_book,
+    empty_lanes,
+    empty_protocol,
+)
 from envace_jax.sampling.programs import FINISH
 from envace_jax.sampling.sampler import request_key
 from envace_jax.text.transcript import ToolCall
@@ -74,7 +94,7 @@ class DeviceControl:
         self.engine, self.setting, self.cfg, self.step_number, self.seed = engine, setting, cfg, step, seed
         self.stage = stage_for(engine, cfg)
         sizes = self.sizes = self.stage.sizes
-        self.lanes, self.book = automaton.empty_lanes(sizes), automaton.empty_book(sizes)
+        self.lanes, self.book = empty_lanes(sizes), empty_book(sizes)
         self.protocol = _protocol(setting, cfg, engine.config.max_length)
         self.scripts = _Scripts(setting, sizes)
         self.main = self.stage.cache(sizes.lengths[0])
@@ -211,7 +231,7 @@ class DeviceControl:
         for counter in (lanes.turn, lanes.told, lanes.acts, lanes.n_segments, lanes.call, lanes.n_calls):
             counter[lane] = 0
         lanes.start[lane] = len(act)
-        lanes.limit[lane] = min(caps[automaton.MAX_ACT], caps[automaton.MAX_ROW] - len(act))
+        lanes.limit[lane] = min(caps[MAX_ACT], caps[MAX_ROW] - len(act))
         book.store[lane, : len(script.store)] = script.store
         book.user[lane, : len(script.user)] = script.user
         turns = len(script.user)
@@ -309,7 +329,7 @@ class DeviceControl:
         self.engine.count(**{counter: n})
 
     def _count_up(self, counters: jax.Array) -> None:
-        counted = dict(zip(automaton.COUNTERS, np.asarray(counters).tolist()))
+        counted = dict(zip(COUNTERS, np.asarray(counters).tolist()))
         iterations = counted.pop("iterations")
         self.engine.count(slot_iterations=iterations * self.sizes.lanes, chunks=1, **counted)
 
@@ -328,7 +348,7 @@ def check(setting: Setting, cfg: RolloutConfig) -> None:
     missing = [tag for tag in TAGS if tag not in chat.tokenizer.tags]
     if missing:
         raise UserError(f"model.tokenizer: rollout.control=device needs {', '.join(missing)} as single tokens")
-    if len(chat.tokenizer.tags) > automaton.N_TAGS:
+    if len(chat.tokenizer.tags) > N_TAGS:
         raise UserError(f"model.tokenizer: {len(chat.tokenizer.tags)} tags; rollout.control=device takes 32")
 
 
@@ -336,17 +356,17 @@ TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 THINK_TAGS = ("<think>", "</think>")
 
 
-def _protocol(setting: Setting, cfg: RolloutConfig, max_length: int) -> automaton.Protocol:
+def _protocol(setting: Setting, cfg: RolloutConfig, max_length: int) -> Protocol:
     chat, rules = setting.chat, cfg.episode
-    protocol = automaton.empty_protocol()
+    protocol = empty_protocol()
     one = chat.observation_ids([(-1,)])
     two = chat.observation_ids([(-1,), (-2,)])
     before, behind = one[: one.index(-1)], one[one.index(-1) + 1 :]
     between = two[two.index(-1) + 1 : two.index(-2)]
     _, after_call = ends(setting.writer)
     for i, ids in enumerate((before, between, behind, after_call)):
-        if len(ids) > automaton.FRAME:
-            raise UserError(f"chat: a piece of {len(ids)} tokens; rollout.control=device takes {automaton.FRAME}")
+        if len(ids) > FRAME:
+            raise UserError(f"chat: a piece of {len(ids)} tokens; rollout.control=device takes {FRAME}")
         protocol.frame[i, : len(ids)] = ids
         protocol.frame_lengths[i] = len(ids)
     ids = [chat.tokenizer.tags.get(tag, -1) for tag in (*TAGS, *THINK_TAGS)]

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envace_jax.rehearsal.ledger import between
-from envace_jax.sampling.automaton import Sizes, blocks
+from envace_jax.sampling.automaton import blocks
+from envace_jax.sampling.lanes import Sizes
 
 OPEN, CLOSE, WIDTH = 1, 2, 12
 
