@@ -4,7 +4,7 @@
 
 Hardware: 2 CPU cores, 8 GB of memory.
 Expect: the summary's checks hold: at least 30% of ACT outputs parse, REHEARSE is called, some group has spread, the
-gradient norm is above 0 and parameters change. It shows that the machinery runs on real records; a model of this size
+gradient norm is above 0 and parameters change; else the exit status is 1. It shows that the machinery runs on real records; a model of this size
 does not learn the benchmarks.
 """
 
@@ -43,5 +43,6 @@ def get_config():
     c.learning.kl_coef = 0.0
     c.learning.logprob_chunk = 128  # a token costs 152k logits, and most of a row predicts nothing
     c.learning.rows_per_microbatch = 1
+    c.learning.require_checks = True
     c.checkpoint.every = 3
     return c

@@ -158,6 +158,7 @@ def default_config() -> ConfigDict:
                 "spike_limit": 0.0,  # an update whose gradient norm is above it is not taken; 0: no limit
                 "max_staleness": 0,
                 "max_bad_steps": 5,
+                "require_checks": False,  # a check of the summary that fails makes the exit status 1
             },
             "warmstart": {
                 "steps": 0,

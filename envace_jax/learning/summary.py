@@ -121,8 +121,8 @@ def before_and_after(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, fl
     return figures(found[0]), figures(found[-1])
 
 
-def summary_lines(run_dir: Path, changed: bool) -> list[str]:
-    """What is printed at the end of a run."""
+def summary_lines(run_dir: Path, changed: bool) -> tuple[list[str], list[str]]:
+    """What is printed at the end of a run, and the checks that failed."""
     records = read_metrics(run_dir)
     steps = [r for r in records if "reward/mean" in r]
     lines = [f"run: {run_dir}"]
@@ -135,8 +135,9 @@ def summary_lines(run_dir: Path, changed: bool) -> list[str]:
     for name, title in HEADLINES:
         if name in before and name in after:
             lines.append(f"held-out {title}: {before[name]:.3f} before, {after[name]:.3f} after")
-    lines += [f"check {'ok    ' if holds else 'FAILED'} {text}" for text, holds in checks(records, changed)]
-    return lines
+    found = checks(records, changed)
+    lines += [f"check {'ok    ' if holds else 'FAILED'} {text}" for text, holds in found]
+    return lines, [text for text, holds in found if not holds]
 
 
 def gap_plot(run_dir: Path) -> Path | None:

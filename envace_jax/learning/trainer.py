@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -47,7 +48,8 @@ PREEMPTED = 75  # exit status after SIGTERM: the same command goes on
 def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
     """Trains until `learning.steps` steps are done; the same command goes on where a killed run stood.
 
-    Returns the exit status: 0, or `PREEMPTED` after SIGTERM.
+    Returns the exit status: 0, `PREEMPTED` after SIGTERM, or 1 where `learning.require_checks` is set and a check of
+    the summary failed.
     """
     if cfg.dry_run:
         from envace_jax.report.dry_run import run_dry
@@ -87,8 +89,7 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
                 return PREEMPTED
             raise
         run.settle()
-        finish(run)
-    return 0
+        return finish(run)
 
 
 def evaluation_due(run: Run) -> bool:
@@ -339,14 +340,18 @@ def report(run: Run, metrics: Metrics) -> None:
         run.display.say(f"step {run.step}: look: {line}")
 
 
-def finish(run: Run) -> None:
-    """Says where the run lies and what it did."""
+def finish(run: Run) -> int:
+    """Says where the run lies and what it did.  Returns the exit status."""
     run.display.close()
     changed = any(x.digest() != run.initial[name] for name, x in run.learners.items())
     if not run.processes.main:
-        return
+        return 0
     pictures = [p for p in (plot(run.folder), gap_plot(run.folder)) if p is not None]
-    lines = summary_lines(run.folder, changed)
+    lines, failed = summary_lines(run.folder, changed)
     write_json(run.folder / "summary.json", {"steps": run.step, "lines": lines})
     for line in lines + [f"plot: {picture}" for picture in pictures]:
         print(line)
+    if not (failed and run.cfg.learning.require_checks):
+        return 0
+    print(f"error: {len(failed)} of the run's checks failed (above): {'; '.join(failed)}", file=sys.stderr)
+    return 1

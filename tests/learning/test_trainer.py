@@ -173,6 +173,16 @@ def test_finished_run_again_changes_nothing(unbroken, capsys):
     assert f"run: {unbroken}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("required", [True, False])
+def test_a_check_that_fails_is_the_exit_status_where_checks_are_required(tmp_path, capsys, required):
+    """The scripted model of these tests ends without a call that reaches REHEARSE."""
+    options = {"learning.steps": 1, "learning.require_checks": required}
+    assert trainer.run_train(tiny_config(tmp_path / "run", **options)) == int(required)
+    told = capsys.readouterr()
+    assert "check FAILED REHEARSE was called (0.0 times" in told.out
+    assert ("1 of the run's checks failed (above): REHEARSE was called" in told.err) == required
+
+
 def test_another_configuration_is_refused_in_the_same_folder(unbroken):
     with pytest.raises(UserError, match="learning.lr: 0.001 there, 0.5 here"):
         trainer.run_train(tiny_config(unbroken, **{"learning.lr": 0.5}))
