@@ -4,8 +4,8 @@
 
 Hardware: 2 CPU cores, 8 GB of memory.
 Expect: the summary's checks hold: at least 30% of ACT outputs parse, REHEARSE is called, some group has spread, the
-gradient norm is above 0 and parameters change; else the exit status is 1. It shows that the machinery runs on real records; a model of this size
-does not learn the benchmarks.
+gradient norm is above 0 and parameters change; else the exit status is 1. It shows that the machinery runs on real
+records; a model of this size does not learn the benchmarks.
 """
 
 from envace_jax.config import default_config

@@ -156,7 +156,7 @@ def default_config() -> ConfigDict:
                 "logprob_chunk": 1024,
                 "max_probability_error": 1.05,  # mean exp|dlogp| sampler to learner above this stops the run
                 "spike_limit": 0.0,  # an update whose gradient norm is above it is not taken; 0: no limit
-                "max_staleness": 0,
+                "max_staleness": 0,  # 1: the next step's rollouts run while this step's update does
                 "max_bad_steps": 5,
                 "require_checks": False,  # a check of the summary that fails makes the exit status 1
             },
@@ -393,7 +393,7 @@ CHECKS: dict[str, Check] = {
     "learning.max_probability_error": above(1),
     "learning.spike_limit": at_least(0),
     "learning.max_bad_steps": at_least(1),
-    "learning.max_staleness": Check("0: a step's rollouts do not overlap the update before them yet", lambda v: v == 0),
+    "learning.max_staleness": Check("0 or 1", lambda v: v in (0, 1)),
     "warmstart.steps": at_least(0),
     "warmstart.reviews": between(0, 1),
     "metrics.sinks": subset_of("wandb", "trackio", "mlflow", "prometheus"),

@@ -201,13 +201,15 @@ class Watch:
 
     @contextlib.contextmanager
     def wait(self, phase: str) -> Iterator[None]:
-        """The main thread waits for the others in here."""
+        """The main thread waits for the others in here, or for a compiler or a disk that may take as long as it likes:
+        its beats alone tell that this process lives."""
+        before = self.waiting_since
         self.move(phase)
         self.waiting_since = time.monotonic()
         try:
             yield
         finally:
-            self.waiting_since = None
+            self.waiting_since = before and time.monotonic()
             self.move()
 
     def _run(self) -> None:
@@ -305,7 +307,7 @@ class Processes:
             self.watch.stopping = True
 
     def waits(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Around what needs all processes: their programs, their barriers."""
+        """Around what needs all processes (their programs, their barriers), and around compiling and loading."""
         return contextlib.nullcontext() if self.watch is None else self.watch.wait(name)
 
     def meet(self, name: str) -> None:

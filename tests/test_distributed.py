@@ -112,6 +112,24 @@ def test_progress_counts_as_a_move_and_who_waits_is_not_blamed():
     assert not lost
 
 
+def test_who_compiles_may_be_silent_and_still_meets_the_others():
+    """A barrier inside a long wait ends the barrier, not the wait; a process that dies in there is named all the same."""
+    a, b, lost, _ = pair()
+    with a.wait("step 1"), b.wait("loading"):
+        for now in range(0, 500, 50):
+            b.look(float(now))
+            a.look(float(now))
+        with b.wait("restoring"):
+            b.look(500.0)
+        for now in range(500, 1000, 50):
+            b.look(float(now))
+            a.look(float(now))
+        assert not lost and b.waiting_since is not None
+        for now in range(1000, 1160, 50):
+            a.look(float(now))
+    assert b.waiting_since is None and "process 1" in lost[0][1] and "is gone or stopped" in lost[0][1]
+
+
 def test_process_that_never_came_is_named():
     a, _, lost, _ = pair()
     with a.wait("start"):

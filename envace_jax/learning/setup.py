@@ -16,6 +16,7 @@ from envace_jax.datasets.pipeline import TaskIterator, task_iterator
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks, source_counts
 from envace_jax.distributed import Processes
+from envace_jax.learning import overlap
 from envace_jax.learning.arms import Arm, make_arm
 from envace_jax.learning.bucket import checkpoint_place, push
 from envace_jax.learning.checkpoint import Checkpoints
@@ -23,6 +24,7 @@ from envace_jax.learning.handover import HandOver
 from envace_jax.learning.interrupts import Interrupts
 from envace_jax.learning.learner import Learner, update_config
 from envace_jax.learning.metrics import Display, Metrics, NoSink, Sink
+from envace_jax.learning.overlap import Batch
 from envace_jax.learning.run_dir import config_values, note_start, write_json
 from envace_jax.learning.step import make_update
 from envace_jax.learning.trackers import Trackers
@@ -63,6 +65,7 @@ class Run:
     saved: int = -1
     counted: dict[str, float] = dataclasses.field(default_factory=dict)  # the engine's counters a step ago
     pending: Metrics | None = None  # figures of a step that is done but for its evaluation
+    ahead: Batch | None = None  # the next step's trajectories, where they were played during the last update
     processes: Processes = dataclasses.field(default_factory=Processes)
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
 
@@ -89,7 +92,8 @@ class Run:
         if self.saved == self.step:
             return
         with self.processes.waits("saving"):
-            self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, self.position)
+            position = self.position | {"ahead": self.ahead and self.ahead.to_json()}
+            self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, position)
             if self.processes.main:
                 push(self.cfg, self.folder)
         self.saved = self.step
@@ -122,9 +126,12 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             "the update computes: set learning.importance_cap (1 corrects the difference), or rollout.constrain=none"
         )
     processes = processes or Processes()
+    overlap.check(cfg, processes)
     display = Display(cfg.learning.steps, enabled=cfg.metrics.progress and processes.main)
+    loading = contextlib.ExitStack()
     try:
         display.phase("loading")
+        loading.enter_context(processes.waits("loading"))
         train, held_out = load_tasks(cfg.data)
         chat = chat_format(cfg)
         train = within_limit(train, chat, cfg.data.max_head_tokens, "training", display.say)
@@ -146,7 +153,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         checkpoints = Checkpoints(checkpoint_place(cfg, folder), cfg.checkpoint.keep, display.say)
         position = restore(checkpoints, learners, display, processes)
         display.phase("compiling")
-        processes.phase("compiling")
+        loading.enter_context(processes.waits("compiling"))
         for learner in learners.values():
             learner.compile()
         own_mesh = mesh if to_engine is None else to_engine.local
@@ -161,6 +168,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         )
         engine.warm_up()
         warm_up_control(engine, rollout_config)
+        loading.close()
         run = Run(
             cfg=cfg,
             folder=folder,
@@ -192,6 +200,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             totals=dict(position.get("totals", {})),
             saved=position.get("step", -1),
             pending=position.get("pending"),
+            ahead=Batch.from_json(position["ahead"]) if position.get("ahead") else None,
             processes=processes,
         )
         fingerprint = run.data.get_state()["fingerprint"]
@@ -209,6 +218,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
                 run.trajectories.close()
             checkpoints.close()
     finally:
+        loading.close()
         display.close()
 
 

@@ -8,8 +8,11 @@ and ends with the parameters of an unbroken run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,11 +34,12 @@ from envace_jax.learning.arms import Arm
 from envace_jax.learning.interrupts import Preempted
 from envace_jax.learning.looking import memory, peak_flops, profiled, profiling, utilisation
 from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
+from envace_jax.learning.overlap import Batch, playing_ahead, timed
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
 from envace_jax.learning.run_dir import shared_run_dir, write_json
 from envace_jax.learning.setup import Run, prepare
 from envace_jax.learning.shaping import Shaping, additions
-from envace_jax.learning.shared import agree_to_stop, share, shared_rollout
+from envace_jax.learning.shared import agree_to_stop, in_order, share, shared_rollout
 from envace_jax.learning.summary import evaluate_policy, gap_plot, plot, summary_lines
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
@@ -101,21 +105,23 @@ def evaluation_due(run: Run) -> bool:
 def train_step(run: Run) -> Metrics:
     """One step: everything between two states of the parameters.  It returns with interrupts held back."""
     started = time.perf_counter()
-    step, metrics = run.step, {}
-    timings: dict[str, float] = {}
-    trajectories = collect(run, timings)
-    metrics["time/rollout"] = time.perf_counter() - started
+    step = run.step
+    metrics: Metrics = {}
+    batch, stale = next_batch(run)
+    trajectories, timings = batch.trajectories, batch.timings
+    metrics |= {"time/rollout": batch.seconds, "staleness": float(stale)}
 
     unjudged(run, trajectories)
     advantages, copies, shaped = credit(run.cfg, run.arm, trajectories, step)
     began = time.perf_counter()
-    for name, learner in run.learners.items():
-        prefix = "" if name == "policy" else f"{name}/"
-        rows = rows_of(trajectories, advantages, copies, run.arm.learners[name])
-        with run.processes.waits(f"the update of step {step + 1}"):
-            figures = learner.learn(rows, step)
-        metrics |= {prefix + key: value for key, value in figures.items()}
-    metrics["time/learn"] = time.perf_counter() - began
+    with following(run):
+        for name, learner in run.learners.items():
+            prefix = "" if name == "policy" else f"{name}/"
+            rows = rows_of(trajectories, advantages, copies, run.arm.learners[name])
+            with run.processes.waits(f"the update of step {step + 1}"):
+                figures = learner.learn(rows, step)
+            metrics |= {prefix + key: value for key, value in figures.items()}
+        metrics["time/learn"] = time.perf_counter() - began
 
     began = time.perf_counter()
     with run.processes.waits(f"the hand-over of step {step + 1}"):
@@ -134,10 +140,37 @@ def train_step(run: Run) -> Metrics:
     return metrics
 
 
-def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
-    """The step's trajectories by group and member: one batch of tasks, or with dynamic sampling as many batches as it
-    takes (at most `MAX_DRAWS`) until enough groups have spread."""
+def next_batch(run: Run) -> tuple[Batch, bool]:
+    """What this step learns from, and whether it was played ahead; returns with interrupts held back."""
+    if run.ahead is None:
+        return timed(lambda timings: collect(run, timings)), False
+    run.interrupts.hold()  # before the batch is taken: an interrupt that saves finds it still there
+    batch, run.ahead = run.ahead, None
+    return batch, True
+
+
+def following(run: Run) -> contextlib.AbstractContextManager[None]:
+    """While the block runs, the next step's trajectories are played, where `learning.max_staleness` allows it."""
+    begin = run.data.get_state()
+
+    def keep(batch: Batch) -> None:
+        if batch.no_verdict_share() <= run.cfg.rewards.max_no_verdict_share:
+            run.ahead = batch
+        else:  # its step draws the same tasks again, and stops the run if there is still no verdict
+            run.data.set_state(begin)
+
+    wanted = run.cfg.learning.max_staleness and run.step + 1 < run.cfg.learning.steps
+    return playing_ahead((lambda timings, stop: collect(run, timings, stop)) if wanted else None, keep)
+
+
+def collect(run: Run, timings: dict[str, float], ahead: threading.Event | None = None) -> list[Trajectory]:
+    """A step's trajectories by group and member: one batch of tasks, or with dynamic sampling as many batches as it
+    takes (at most `MAX_DRAWS`) until enough groups have spread.
+
+    With `ahead` it is the step after this one, played in a thread of its own until that event is set.
+    """
     cfg, arm = run.cfg, run.arm
+    step = run.step if ahead is None else run.step + 1
     wanted = cfg.learning.prompts_per_step
     kept: list[Trajectory] = []
     mine = run.processes.index * wanted // run.processes.count  # this process's first group
@@ -149,7 +182,7 @@ def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
             chat=run.chat,
             cfg=run.rollout,
             judge=run.judge,
-            step=run.step,
+            step=step,
             seed=cfg.seed,
             group_size=cfg.learning.group_size,
             first_group=draw * wanted + mine,
@@ -157,9 +190,12 @@ def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
             grounding=run.grounding,
             timings=part,
         )
-        if draw:
-            run.interrupts.let()
-        kept += share(run.processes, run.interrupts, run.engine, played, part, f"step {run.step + 1}")
+        if ahead is not None:
+            kept += in_order(itertools.takewhile(lambda _: not ahead.is_set(), played))
+        else:
+            if draw:
+                run.interrupts.let()
+            kept += share(run.processes, run.interrupts, run.engine, played, part, f"step {step + 1}")
         for name, seconds in part.items():
             timings[name] = timings.get(name, 0.0) + seconds
         spread = [g for g in sorted({t.group for t in kept}) if has_spread(kept, g)]
