@@ -113,7 +113,7 @@ def test_progress_counts_as_a_move_and_who_waits_is_not_blamed():
 
 
 def test_who_compiles_may_be_silent_and_still_meets_the_others():
-    """A barrier inside a long wait ends the barrier, not the wait; a process that dies in there is named all the same."""
+    """A barrier inside a long wait ends the barrier, not the wait; a process that dies in there is still named."""
     a, b, lost, _ = pair()
     with a.wait("step 1"), b.wait("loading"):
         for now in range(0, 500, 50):
