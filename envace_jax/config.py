@@ -185,6 +185,7 @@ def default_config() -> ConfigDict:
             "checkpoint": {
                 "every": 50,
                 "keep": 3,
+                "best": "",  # a metric of evaluations, eval/real_greedy say: the step with the highest is kept as well
                 "resume": True,
                 "folder": "",  # empty: run_dir; a folder or bucket (gs://...) that all processes see
             },
@@ -475,6 +476,8 @@ def problems(cfg: ConfigDict) -> list[str]:
         found.append("rollout.simulator.base_url='': learning.arm=act_only_endpoint needs the simulator's address")
     if values["rewards.judge"] == "policy" and not values["rewards.policy.path"]:
         found.append("rewards.policy.path='': rewards.judge=policy needs a model folder")
+    if values["checkpoint.best"] and not (values["evaluation.every"] or values["evaluation.at_end"]):
+        found.append(f"checkpoint.best={values['checkpoint.best']!r}: needs evaluation.every or evaluation.at_end")
     if values["rewards.fidelity_weight"] and "exact" in values["rollout.checks"]:
         found.append("rewards.fidelity_weight: recorded calls never reach REHEARSE with 'exact' in rollout.checks")
     longest = values["rollout.max_input_tokens"] + max(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
@@ -28,6 +29,7 @@ from envace_jax.learning.bucket import place
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{8,})$")
+BEST = "best.json"
 MANIFEST_HEAD = "envace_jax checkpoint digests, sha256"
 
 
@@ -58,10 +60,15 @@ def write_manifest(folder: Path, manifest: Path) -> None:
     lines = [MANIFEST_HEAD, *(f"{digest}  {name}" for name, digest in tree_digests(folder).items())]
     body = "\n".join(lines)
     text = f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n"
-    if "://" in os.fspath(manifest):
-        manifest.write_bytes(text.encode())  # in a bucket an object is there whole or not at all
+    write_text(manifest, text)
+
+
+def write_text(path: Any, text: str) -> None:
+    """Writes a small file so that it is there whole or not at all, here or in a bucket."""
+    if "://" in os.fspath(path):
+        path.write_bytes(text.encode())  # in a bucket an object is there whole or not at all
         return
-    temporary = manifest.with_suffix(".tmp")
+    temporary = path.with_suffix(".tmp")
     point("open")
     with temporary.open("wb") as file:
         point("write")
@@ -70,8 +77,8 @@ def write_manifest(folder: Path, manifest: Path) -> None:
         point("fsync")
         os.fsync(file.fileno())
     point("rename")
-    os.replace(temporary, manifest)
-    _sync_folder(manifest.parent)
+    os.replace(temporary, path)
+    _sync_folder(path.parent)
 
 
 def manifest_problem(folder: Path, manifest: Path) -> str | None:
@@ -145,8 +152,11 @@ class Checkpoints:
             self._saver = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler("state", "meta"))
         return self._saver
 
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
-        """Begins to save a step: `state` a pytree of arrays, `meta` JSON data.  A step that is whole is left alone."""
+    def save(self, step: int, state: Any, meta: dict[str, Any], score: float | None = None) -> None:
+        """Begins to save a step: `state` a pytree of arrays, `meta` JSON data.  A step that is whole is left alone.
+
+        score: how good it was found; the step with the highest is kept as long as none is better.
+        """
         self.wait()
         if self.problem(step) is None:
             return
@@ -155,14 +165,17 @@ class Checkpoints:
             _remove(path)  # left without a manifest by a killed process
         saver = self._checkpointer()
         saver.save(path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)))
-        self._after = threading.Thread(target=self._finish, args=(step, saver), name="checkpoint", daemon=False)
+        self._after = threading.Thread(target=self._finish, args=(step, saver, score), name="checkpoint", daemon=False)
         self._after.start()
 
-    def _finish(self, step: int, saver: ocp.AsyncCheckpointer) -> None:
+    def _finish(self, step: int, saver: ocp.AsyncCheckpointer, score: float | None) -> None:
         try:
             saver.wait_until_finished()
             if self._main:
                 write_manifest(self._path(step), self._manifest(step))
+                before = self._best()
+                if score is not None and (before is None or score > before["score"]):
+                    write_text(self.folder / BEST, json.dumps({"step": step, "score": score}))
                 self._drop_old()
         except BaseException as error:  # handed to the thread that saves next
             self._failed = error
@@ -185,9 +198,13 @@ class Checkpoints:
             self._saver = None
 
     def _drop_old(self) -> None:
-        """Removes what lies behind the newest `keep` steps: the manifest first, so that a half-removed step is none."""
+        """Removes what lies behind the newest `keep` steps and is not the best: the manifest first, so that a
+        half-removed step is none."""
         finished = [step for step in self._steps() if self._manifest(step).exists()]
+        best = (self._best() or {}).get("step")
         for step in finished[: -self.keep]:
+            if step == best:
+                continue
             self._manifest(step).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 _remove(self._path(step))
@@ -220,6 +237,23 @@ class Checkpoints:
                 return step
             self.say(f"checkpoint {self._path(step)} is not used: {problem}")
         return None
+
+    def _best(self) -> dict[str, Any] | None:
+        """Step and score of the best, where its file can be read and the step is still there."""
+        try:
+            found = json.loads((self.folder / BEST).read_text())
+        except (OSError, ValueError):
+            return None
+        return found if self._manifest(found["step"]).exists() else None
+
+    def best(self) -> int:
+        """The whole step with the highest score; raises `UserError` when there is none."""
+        found = self._best()
+        if found is None:
+            raise UserError(f"{self.folder}: no step there was scored; checkpoint.best names the metric of a run")
+        if (problem := self.problem(found["step"])) is not None:
+            raise UserError(f"checkpoint {self._path(found['step'])}, the best: {problem}")
+        return int(found["step"])
 
     def clean_up(self) -> None:
         """Makes the newest whole step the newest of all: unfinished saves go, damaged ones are set aside by name."""

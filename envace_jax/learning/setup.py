@@ -66,6 +66,7 @@ class Run:
     counted: dict[str, float] = dataclasses.field(default_factory=dict)  # the engine's counters a step ago
     pending: Metrics | None = None  # figures of a step that is done but for its evaluation
     ahead: Batch | None = None  # the next step's trajectories, where they were played during the last update
+    score: float | None = None  # of the last whole step, by the metric that `checkpoint.best` names
     processes: Processes = dataclasses.field(default_factory=Processes)
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
 
@@ -93,7 +94,7 @@ class Run:
             return
         with self.processes.waits("saving"):
             position = self.position | {"ahead": self.ahead and self.ahead.to_json()}
-            self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, position)
+            self.checkpoints.save(self.step, {name: x.state for name, x in self.learners.items()}, position, self.score)
             if self.processes.main:
                 push(self.cfg, self.folder)
         self.saved = self.step

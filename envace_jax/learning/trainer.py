@@ -78,7 +78,7 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
                     metrics |= evaluate(run, f"after step {run.step}")
                     run.interrupts.hold()
                 run.sink.write(run.step, metrics)
-                run.pending = None
+                run.pending, run.score = None, metrics.get(cfg.checkpoint.best)
                 run.mark()
                 if run.step == cfg.learning.steps or run.step % cfg.checkpoint.every == 0:
                     run.save()

@@ -79,7 +79,9 @@ def run_import(args: argparse.Namespace) -> None:
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="folder of a run")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest whole one)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="checkpoint to export (default: the newest whole one)")
+    which.add_argument("--best", action="store_true", help="export the step that checkpoint.best kept")
     parser.add_argument("--set", default="policy", dest="name", help="parameter set of an arm with several")
     parser.add_argument("--dtype", choices=sorted(DTYPE_OPTION), default="bfloat16", help="dtype of the weights")
     _add_writing(parser)
@@ -118,7 +120,7 @@ def run_export(args: argparse.Namespace) -> None:
         for key, value in values.items():
             set_key(cfg, key, tuple(value) if isinstance(value, list) else value)
     checkpoints = Checkpoints(checkpoint_place(cfg, args.run_dir), say=print)
-    step = checkpoints.latest() if args.step is None else args.step
+    step = checkpoints.best() if args.best else checkpoints.latest() if args.step is None else args.step
     if step is None:
         raise UserError(f"{checkpoints.folder}: no whole checkpoint there")
     meta = checkpoints.read_meta(step)

@@ -143,6 +143,26 @@ def test_clean_up_sets_damaged_steps_aside(saved, tmp_path):
     equal(checkpoints.restore(3, state(0)), state(7))
 
 
+def test_best_step_is_kept_beside_the_newest(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    with pytest.raises(UserError, match="no step there was scored"):
+        checkpoints.best()
+    for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, 0.1)):  # a tie does not move it
+        checkpoints.save(step, state(step), {}, score)
+    checkpoints.close()
+    assert checkpoints.best() == 2 and checkpoints.latest() == 5
+    assert sorted(p.name for p in (tmp_path / "c").glob("*.sha256")) == [f"step_{k:08d}.sha256" for k in (2, 4, 5)]
+    equal(Checkpoints(tmp_path / "c").restore(2, state(0)), state(2))
+    Checkpoints(tmp_path / "c").clean_up()
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    checkpoints.save(6, state(6), {}, 0.9)
+    checkpoints.close()
+    assert checkpoints.best() == 6 and checkpoints.problem(2) == "there is no such step"
+    (tmp_path / "c" / "best.json").write_text("{")
+    with pytest.raises(UserError, match="no step there was scored"):
+        checkpoints.best()
+
+
 def test_manifest_of_a_folder(tmp_path):
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "a").write_text("a")

@@ -173,6 +173,15 @@ def test_finished_run_again_changes_nothing(unbroken, capsys):
     assert f"run: {unbroken}" in capsys.readouterr().out
 
 
+def test_the_step_that_was_measured_best_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "evaluate", lambda run, when: {"eval/x": {1: 0.1, 2: 0.9}.get(run.step, 0.3)})
+    options = {"checkpoint.every": 1, "checkpoint.keep": 1, "checkpoint.best": "eval/x", "evaluation.every": 1}
+    assert trainer.run_train(tiny_config(tmp_path / "run", **options)) == 0
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert (checkpoints.best(), checkpoints.latest()) == (2, 4)
+    assert checkpoints.problem(3) == "there is no such step"
+
+
 @pytest.mark.parametrize("required", [True, False])
 def test_a_check_that_fails_is_the_exit_status_where_checks_are_required(tmp_path, capsys, required):
     """The scripted model of these tests ends without a call that reaches REHEARSE."""
