@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The official clients of the long tests, each in a virtual environment of its own under .clients/:
-#   launch/clients.sh [bfcl] [litellm]      (default: both; about 1.2 GB, CPU packages only)
+#   launch/clients.sh [--test] [bfcl] [litellm]      (default: both; about 1.2 GB, CPU packages only)
+# With --test they are then run against a server with the quickstart model (tests/serving/test_real_clients.py).
 # BFCL's own requirements pull in CUDA builds through sentence-transformers alone, which only memory_vector needs: it is
 # left out, and soundfile (which its command needs without saying so) and transformers (for the Qwen handlers) go in.
 set -euo pipefail
@@ -8,9 +9,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/common.sh
 . launch/common.sh
 
-home="${ENVACE_CLIENTS:-.clients}"
+home="$(realpath -m "${ENVACE_CLIENTS:-.clients}")"
 python="$(main_python)"
-wanted=("$@")
+wanted=()
+test=no
+for word in "$@"; do
+  if [ "$word" = --test ]; then test=yes; else wanted+=("$word"); fi
+done
 [ "${#wanted[@]}" -gt 0 ] || wanted=(bfcl litellm)
 
 for name in "${wanted[@]}"; do
@@ -31,3 +36,8 @@ for name in "${wanted[@]}"; do
   esac
   echo "$name: $venv"
 done
+
+if [ "$test" = yes ]; then
+  make_venv .venv "$python" test
+  ENVACE_CLIENTS="$home" .venv/bin/python -m pytest -m long -v -rs tests/serving/test_real_clients.py
+fi

@@ -70,8 +70,9 @@ class ScriptedEngine:
         if self._live.pop(request_id, None) is not None:
             self._cancelled.append(request_id)
 
-    def partial(self, request_id: int) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
-        return ((), ()) if request_id in self._live else None
+    def news(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Nothing: a scripted output comes whole, at its end."""
+        return {}
 
     def release(self, affinity: Hashable) -> None:
         self.released.append(affinity)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
 import numpy as np
@@ -191,13 +191,18 @@ class Engine:
                 self._counters["cancelled"] += 1
                 return
 
-    def partial(self, request_id: int) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
-        """What a live request has so far (ids, log-probabilities); None when it waits or has ended."""
+    def news(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """What live requests have beyond what was seen of them: request id -> (ids, log-probabilities).
+
+        `seen` maps request ids to numbers of tokens; requests that wait, have ended or have nothing new are left out.
+        """
+        found = {}
         for pool in self._pools.values():
             for live in pool.live.values():
-                if live.id == request_id:
-                    return tuple(live.ids), tuple(live.logprobs)
-        return None
+                known = seen.get(live.id)
+                if known is not None and known < len(live.ids):
+                    found[live.id] = live.ids[known:], live.logprobs[known:]
+        return found
 
     def release(self, affinity: Hashable) -> None:
         """The ledger is closed: its row may be overwritten."""

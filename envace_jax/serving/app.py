@@ -31,8 +31,6 @@ from envace_jax.serving.structured import Structure
 from envace_jax.serving.worlds import Worlds
 from envace_jax.test_time.plan import Plan, read_plan
 from envace_jax.text.chat import CALL, ChatFormat
-from envace_jax.text.tool_calls import parse_assistant
-from envace_jax.text.transcript import AssistantOutput
 
 MAX_DEPTH = 64
 
@@ -208,20 +206,17 @@ class Server:
         work = asyncio.gather(*(self.generator.whole(prompt, sampling, i, guides=guides) for i in range(sampling.n)))
         return await _unless_gone(request, work)
 
-    def _parsed(self, asked: ChatRequest, text: str, truncated: bool) -> AssistantOutput:
-        if not asked.tools:
-            output = parse_assistant(text, mode="lenient", truncated=truncated)
-            return replace(output, calls=()) if not output.calls else AssistantOutput(text, None, text, ())
-        return parse_assistant(text, mode="lenient", truncated=truncated)
-
     def _choice(self, index: int, asked: ChatRequest, output: Generated, forced: str) -> dict[str, Any]:
-        parsed = self._parsed(asked, forced + output.text, output.finish == "length")
-        if not asked.parallel and len(parsed.calls) > 1:
-            parsed = replace(parsed, calls=parsed.calls[:1])
+        """A whole answer: what a stream of the same output adds up to."""
+        parser = StreamParser(calls=bool(asked.tools), stops=asked.sampling.stop)
+        said = parser.feed(forced + output.text, True)
+        calls = parser.sent_calls if asked.parallel else parser.sent_calls[:1]
         choice: dict[str, Any] = {
             "index": index,
-            "message": protocol.message_body(parsed),
-            "finish_reason": protocol.finish_reason(output.finish, parsed),
+            "message": protocol.message_body(
+                "".join(d.content or "" for d in said), "".join(d.reasoning or "" for d in said), calls
+            ),
+            "finish_reason": protocol.finish_reason(output.finish, bool(calls)),
             "logprobs": None,
         }
         if asked.sampling.logprobs:
@@ -308,8 +303,7 @@ class Server:
                         yield chunk(choice, {}, logprobs=logprobs)
                     if done and choice in left:
                         left.discard(choice)
-                        reason = "length" if output.finish == "length" else "stop"
-                        yield chunk(choice, {}, "tool_calls" if parser.sent_calls and reason == "stop" else reason)
+                        yield chunk(choice, {}, protocol.finish_reason(output.finish, bool(parser.sent_calls)))
                 if sampling.stream_usage:
                     counted = protocol.usage(len(prompt), sum(tokens))
                     yield protocol.event(protocol.envelope("chat.completion.chunk", identity, model, [], usage=counted))
@@ -432,5 +426,5 @@ async def _unless_gone(request: Request, work: asyncio.Future) -> Any:
 
 
 async def _disconnected(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.1)
+    while (await request.receive())["type"] != "http.disconnect":
+        pass  # nothing else comes once the body is there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -75,6 +76,10 @@ def run_serve(cfg: ConfigDict, args: argparse.Namespace) -> None:
         timeout_graceful_shutdown=int(args.drain),
         h11_max_incomplete_event_size=64 << 10,
     )
+    # uvicorn stops at these signals and then raises them once more, for whoever started it. That is us, and there are
+    # requests to drain and an exit status to give.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     try:
         uvicorn.Server(config).run()
     finally:

@@ -28,7 +28,10 @@ class Overloaded(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a request has so far. `finish` is None while it goes on; `error` is set when it could not run."""
+    """What a request got since its last report.
+
+    `finish` is None while it goes on; `error` is set when it could not run.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -37,6 +40,10 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+
+STREAM_SECONDS = 0.02
+"""Reports of one stream come no closer than this: a small model has a chunk every few milliseconds, and an event for
+each would cost more than its tokens do, while fifty a second are more than anybody reads."""
 
 
 @dataclasses.dataclass
@@ -48,6 +55,7 @@ class _Running:
     deadline: float
     engine_id: int | None = None
     reported: int = 0
+    reported_at: float = 0.0
 
 
 class EngineLoop:
@@ -126,8 +134,9 @@ class EngineLoop:
                 for completion in self.engine.step():
                     job = by_engine.pop(completion.request_id, None)
                     if job is not None:
-                        self._end(running, job, Progress(completion.ids, completion.logprobs, completion.finish))
-                self._stream(running)
+                        ids, logprobs = completion.ids[job.reported :], completion.logprobs[job.reported :]
+                        self._end(running, job, Progress(ids, logprobs, completion.finish))
+                self._stream(running, by_engine)
         except Exception as e:  # the device or the engine broke: every client is told, the health check fails
             self.failure = f"the engine stopped: {type(e).__name__}: {e}"
         finally:
@@ -157,21 +166,27 @@ class EngineLoop:
             elif name == "release":
                 self.engine.release(value)
 
-    def _stream(self, running: dict[int, _Running]) -> None:
+    def _stream(self, running: dict[int, _Running], by_engine: dict[int, _Running]) -> None:
+        """Reports what streams have got, and ends what has had its time."""
         now = time.monotonic()
-        for job in list(running.values()):
-            if job.engine_id is None:
-                continue
-            if now > job.deadline:
-                ids, logprobs = self.engine.partial(job.engine_id) or ((), ())
-                self.engine.cancel(job.engine_id)
+        due = {
+            job.engine_id: job
+            for job in running.values()
+            if job.engine_id is not None
+            and (now > job.deadline or (job.stream and now >= job.reported_at + STREAM_SECONDS))
+        }
+        news = self.engine.news({engine_id: job.reported for engine_id, job in due.items()}) if due else {}
+        for engine_id, job in due.items():
+            ids, logprobs = news.get(engine_id, ((), ()))
+            progress = Progress(tuple(ids), tuple(logprobs), "length" if now > job.deadline else None)
+            if progress.finish is not None:
+                self._forget(job, by_engine)
                 self.counts["timed_out"] += 1
-                self._end(running, job, Progress(ids, logprobs, "length"))
-            elif job.stream:
-                ids, logprobs = self.engine.partial(job.engine_id) or ((), ())
-                if len(ids) > job.reported:
-                    job.reported = len(ids)
-                    job.report(Progress(ids, logprobs))
+                self._end(running, job, progress)
+            elif ids:
+                job.reported += len(ids)
+                job.reported_at = now
+                job.report(progress)
 
     def _forget(self, job: _Running, by_engine: dict[int, _Running]) -> None:
         if job.engine_id is not None:
@@ -180,7 +195,7 @@ class EngineLoop:
 
     def _end(self, running: dict[int, _Running], job: _Running, progress: Progress) -> None:
         self.counts["finished"] += 1
-        self.counts["tokens"] += len(progress.ids)
+        self.counts["tokens"] += job.reported + len(progress.ids)
         self._close(running, job)
         job.report(progress)
 

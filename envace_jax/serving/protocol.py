@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envace_jax.text.transcript import AssistantOutput, Message, ToolCall, canonical_json, clean_text
+from envace_jax.text.transcript import Message, ToolCall, canonical_json, clean_text
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
@@ -284,23 +284,20 @@ def tool_call_body(call: ToolCall, index: int | None = None) -> dict[str, Any]:
     return body
 
 
-def finish_reason(finish: str, output: AssistantOutput | None) -> str:
+def finish_reason(finish: str, calls: bool) -> str:
     """`length` where the limit cut it, `tool_calls` where calls were made, else `stop`."""
     if finish == "length":
         return "length"
-    return "tool_calls" if output is not None and output.calls else "stop"
+    return "tool_calls" if calls else "stop"
 
 
-def message_body(output: AssistantOutput) -> dict[str, Any]:
-    """The assistant message. What could not be parsed as a call is given back as content: nothing is lost."""
-    content = output.reply if output.error_code is None else output.raw
-    body: dict[str, Any] = {"role": "assistant", "content": content or None}
-    if output.thinking:
-        body["reasoning_content"] = output.thinking
-    if output.calls:
-        body["tool_calls"] = [tool_call_body(c) for c in output.calls]
-    elif body["content"] is None:
-        body["content"] = ""
+def message_body(content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """The assistant message; its content is null only where calls stand in its place."""
+    body: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if reasoning:
+        body["reasoning_content"] = reasoning
+    if calls:
+        body["tool_calls"] = [tool_call_body(c) for c in calls]
     return body
 
 

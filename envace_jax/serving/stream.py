@@ -123,6 +123,30 @@ class StreamParser:
         self._started = False
 
 
+class Detokenizer:
+    """The text of ids that come piece by piece; each piece is decoded once, with the piece before it.
+
+    A decoder may treat the first token of what it is given differently, so new text is what a piece adds behind the one
+    before it. Text that ends in U+FFFD may be a character of which a part is missing: it waits for what follows.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.text = ""
+        self._begin = self._end = 0  # the last piece whose text is whole
+
+    def add(self, ids: Sequence[int]) -> str:
+        """All text so far."""
+        self.ids += ids
+        known = self._tokenizer.decode(self.ids[self._begin : self._end])
+        more = self._tokenizer.decode(self.ids[self._begin :])
+        if len(more) > len(known) and not more.endswith("\ufffd"):
+            self.text += more[len(known) :]
+            self._begin, self._end = self._end, len(self.ids)
+        return self.text
+
+
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text of every token on its own, for `logprobs`."""
     return [tokenizer.decode([i]) for i in ids]

@@ -56,6 +56,24 @@ def test_group_prompts_are_prefilled_once_and_sampled_apart(make_engine, params)
 
 
 @pytest.mark.quick
+def test_news_piece_by_piece_is_the_completion(make_engine):
+    engine = make_engine()
+    rng = np.random.default_rng(8)
+    requests = [Request(ids_of(rng, 6), SamplingParams(max_tokens=20 + k), (8, k)) for k in range(3)]
+    pieces: dict[int, list] = {engine.submit(r): [] for r in requests}
+    done = {}
+    while not engine.idle:
+        done |= {c.request_id: c for c in engine.step()}
+        for number, (ids, logps) in engine.news({i: len(pieces[i]) for i in pieces}).items():
+            assert ids and number not in done
+            pieces[number] += zip(ids, logps, strict=True)
+        assert not engine.news({i: len(known) for i, known in pieces.items()} | {10**6: 0})
+    for number, known in pieces.items():
+        whole = list(zip(done[number].ids, done[number].logprobs))
+        assert 0 < len(known) < len(whole) and known == whole[: len(known)]
+
+
+@pytest.mark.quick
 def test_ledgers_go_on_in_their_rows_and_logprobs_equal_a_full_forward(make_engine, params):
     engine = make_engine()
     rng = np.random.default_rng(1)

@@ -103,7 +103,7 @@ def test_stop_strings_n_and_length(serve) -> None:
     server = serve(lambda request: "one two STOP three")
     c = client(server.url)
     got = c.chat.completions.create(model="tiny", messages=USER, stop=["STOP"], n=3)
-    assert [x.message.content for x in got.choices] == ["one two"] * 3
+    assert [x.message.content for x in got.choices] == ["one two "] * 3
     assert [x.finish_reason for x in got.choices] == ["stop"] * 3
     got = c.chat.completions.create(model="tiny", messages=USER, max_tokens=2)
     assert got.choices[0].finish_reason == "length" and got.usage.completion_tokens == 2
@@ -222,6 +222,22 @@ def test_a_client_that_goes_away_frees_its_row(serve, chat) -> None:
         while not engine.idle and time.monotonic() < end:
             time.sleep(0.02)
         assert server.loop.open_requests == 0 and engine.idle
+
+
+def test_a_request_has_its_time_and_is_counted_once(serve, chat) -> None:
+    from envace_jax.rehearsal.scripted import ScriptedEngine
+
+    engine = ScriptedEngine(lambda r: Scripted("x"), chat.tokenizer, delay=lambda r: 10**9)
+    step = engine.step
+    engine.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
+    server = serve(engine, time_limit=0.2)
+    c = client(server.url)
+    for _ in range(2):
+        assert c.chat.completions.create(model="tiny", messages=USER).choices[0].finish_reason == "length"
+    while not engine.idle:
+        time.sleep(0.01)
+    assert server.loop.open_requests == 0
+    assert server.loop.counts["timed_out"] == 2 == server.loop.counts["finished"]
 
 
 def test_a_slow_reader_holds_nobody_up_and_loses_nothing(serve, chat) -> None:
