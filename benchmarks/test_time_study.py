@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envace_jax.evaluation.results import Result, read_results
-from envace_jax.evaluation.stats import cluster_bootstrap
+from envace_jax.evaluation.stats import Interval, cluster_bootstrap, detectable, paired_cluster_bootstrap
 
 CONTROLS = ("best", "vote", "trials", "think")
 MATCHED = ("best", "vote")
@@ -82,56 +82,80 @@ def run(args: argparse.Namespace, command: Callable[[list[str]], int]) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table, over all seeds: success with its interval (tasks resampled), tokens a task."""
+    """One row of the table, over all seeds.
+
+    Attributes:
+        success: in the real environment, with its interval (tasks resampled).
+        gain: over N = 0 on the same tasks and seeds; None for N = 0 itself.
+        by_seed: success of every seed.
+        tokens: generated tokens a task, private ones included.
+        evaluations: self-evaluations of rehearsals: how many said good, bad, and nothing that could be read.
+    """
 
     method: str
     n: int
     rehearser: str
-    mean: float
-    low: float
-    high: float
+    success: Interval
+    gain: Interval | None
     by_seed: tuple[float, ...]
     tokens: float
+    evaluations: tuple[int, int, int]
 
 
 def summary(folder: Path, ns: Sequence[int], seeds: Sequence[int], controls: Sequence[str] = CONTROLS) -> list[Line]:
-    """The table's rows; a setting of which a seed is missing is left out."""
-    found: dict[tuple[str, int, str], list[list[Result]]] = {}
+    """The table's rows; a setting of which a seed, or N = 0 of a seed, is missing or not whole is left out."""
+    found: dict[tuple[str, int, str], dict[int, list[Result]]] = {}
     for cell in cells(ns, seeds, controls):
         path = result_path(folder, cell)
         if path.is_file():
-            found.setdefault((cell.method, cell.n, cell.rehearser), []).append(read_results(path)[1])
+            header, results = read_results(path)
+            if len(results) == header.tasks * header.trials:
+                found.setdefault((cell.method, cell.n, cell.rehearser), {})[cell.seed] = results
+    plain = {(seed, r.task): r.score for seed, run in found.get(("none", 0, "trained"), {}).items() for r in run}
     lines = []
     for (method, n, rehearser), runs in found.items():
-        if len(runs) < len(seeds) or not all(runs):
+        rows = [(seed, result) for seed, run in runs.items() for result in run]
+        if len(runs) < len(seeds) or any((seed, result.task) not in plain for seed, result in rows):
             continue
-        together = [result for run in runs for result in run]
-        interval = cluster_bootstrap([r.score for r in together], [r.task for r in together])
+        scores, tasks = [result.score for _, result in rows], [result.task for _, result in rows]
+        before = [plain[seed, result.task] for seed, result in rows]
+        said = [value for _, result in rows for value in result.parts.get("evaluations", ())]
         lines.append(
             Line(
                 method,
                 n,
                 rehearser,
-                interval.mean,
-                interval.low,
-                interval.high,
-                tuple(sum(r.score for r in run) / len(run) for run in runs),
-                sum(r.tokens for r in together) / len(together),
+                cluster_bootstrap(scores, tasks),
+                paired_cluster_bootstrap(scores, before, tasks) if n else None,
+                tuple(sum(r.score for r in run) / len(run) for run in runs.values()),
+                sum(result.tokens for _, result in rows) / len(rows),
+                (said.count(1.0), said.count(0.0), said.count(None)),
             )
         )
     return lines
 
 
 def table(lines: Sequence[Line]) -> str:
-    """The rows as a Markdown table."""
+    """The rows as a Markdown table, and below it what difference the study could have found."""
     out = [
-        "| method | N | rehearser | success | 95% interval | by seed | tokens a task |",
-        "|---|---|---|---|---|---|---|",
+        "| method | N | rehearser | success | gain over N = 0 | by seed | tokens a task | judged good / bad / unread |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for x in lines:
         seeds = ", ".join(f"{value:.3f}" for value in x.by_seed)
-        interval = f"[{x.low:.3f}, {x.high:.3f}]"
-        out.append(f"| {x.method} | {x.n} | {x.rehearser} | {x.mean:.3f} | {interval} | {seeds} | {x.tokens:.0f} |")
+        judged = " / ".join(map(str, x.evaluations)) if any(x.evaluations) else ""
+        gain = "" if x.gain is None else f"{x.gain.mean:+.3f} [{x.gain.low:+.3f}, {x.gain.high:+.3f}]"
+        out.append(
+            f"| {x.method} | {x.n} | {x.rehearser} | {x.success} | {gain} | {seeds} | {x.tokens:.0f} | {judged} |"
+        )
+    gains = [x.gain for x in lines if x.gain is not None]
+    if gains:
+        smallest = sorted(detectable(gain) for gain in gains)
+        out += [
+            "",
+            f"{lines[0].success.n // len(lines[0].by_seed)} tasks, {len(lines[0].by_seed)} seeds; a true gain over "
+            f"N = 0 found with 80% power at the 5% level: {smallest[0]:.3f} to {smallest[-1]:.3f} by row.",
+        ]
     return "\n".join(out) + "\n"
 
 
@@ -148,9 +172,10 @@ def plot(lines: Sequence[Line], path: Path) -> None:
         curve = start + sorted(
             (x for x in lines if x.n and (x.method, x.rehearser) == (method, rehearser)), key=lambda x: x.n
         )
-        errors = [[x.mean - x.low for x in curve], [x.high - x.mean for x in curve]]
+        means = [x.success.mean for x in curve]
+        errors = [[x.success.mean - x.success.low for x in curve], [x.success.high - x.success.mean for x in curve]]
         label = f"{method}, {rehearser} rehearser" if method.startswith("rehearse") else f"{method} (control)"
-        axes.errorbar([x.tokens for x in curve], [x.mean for x in curve], errors, marker="o", capsize=2, label=label)
+        axes.errorbar([x.tokens for x in curve], means, errors, marker="o", capsize=2, label=label)
     axes.set_xlabel("generated tokens a task (log scale)")
     axes.set_ylabel("success in the real environment")
     axes.set_xscale("log")

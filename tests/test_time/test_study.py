@@ -45,17 +45,24 @@ def test_cells_commands_table_and_plot(tmp_path):
     for cell in every:
         if cell.name == "think-2-trained-seed1":
             continue  # not played yet: its row is left out
-        with ResultFile(study.result_path(tmp_path, cell), Header("q", {}, "h", "t", {})) as file:
+        with ResultFile(study.result_path(tmp_path, cell), Header("q", {}, "h", "t", {}, tasks=4)) as file:
             for task in range(4):
+                if (cell.name, task) == ("trials-1-trained-seed0", 3):
+                    continue  # stopped before its end: its row is left out as well
                 score = float(task < 2 + cell.n - (cell.rehearser == "warm"))
-                file.write(Result(f"t{task}", 0, "quickstart", min(score, 1.0), tokens=100 * (cell.n + 1)))
+                parts = {"evaluations": [1.0, None]} if cell.method == "rehearse-parallel" else {}
+                file.write(Result(f"t{task}", 0, "quickstart", score, tokens=100 * (cell.n + 1), parts=parts))
     lines = study.summary(tmp_path, args.n, args.seeds)
-    assert len(lines) == 16
+    assert len(lines) == 15
     by_name = {(x.method, x.n, x.rehearser): x for x in lines}
-    assert by_name["none", 0, "trained"].mean == 0.5
+    assert by_name["none", 0, "trained"].success.mean == 0.5 and by_name["none", 0, "trained"].gain is None
     assert by_name["rehearse-parallel", 1, "warm"].by_seed == (0.5, 0.5)
-    assert by_name["rehearse-sequential", 2, "trained"].mean == 1.0
-    assert "| vote | 2 | trained | 1.000 | [1.000, 1.000] | 1.000, 1.000 | 300 |" in study.table(lines)
+    assert by_name["rehearse-sequential", 2, "trained"].success.mean == 1.0
+    assert by_name["rehearse-parallel", 1, "trained"].gain.mean == 0.25  # one task of four, in both seeds
+    assert by_name["rehearse-parallel", 1, "trained"].evaluations == (8, 0, 8)
+    text = study.table(lines)
+    assert "| vote | 2 | trained | 1.000 [1.000, 1.000] | +0.500 [+0.000, +1.000] | 1.000, 1.000 | 300 |  |" in text
+    assert "4 tasks, 2 seeds; a true gain over N = 0 found with 80% power" in text
     study.plot(lines, tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 

@@ -9,7 +9,10 @@ and undo. The policy of the second phase can be kept (`--careful`).
 
 With `--reviews SHARE` the last two phases also show, for that share of the tasks, what rehearsal at test time asks for:
 self-evaluations, memories, and acting on a memory (`test_time.targets`; rows that do not fit are left out and counted).
-The committed model is made without.
+The committed model is made without. A model that can write them goes on from the committed one:
+
+    python -m envace_jax.datasets.quickstart.make_model --start data/quickstart/model --copy_steps 0 --careful_steps 0 \
+        --careless_steps 600 --reviews 0.5 --out runs/warm
 
 All phases go through the chat format, the REHEARSE prompts, the packing and the update of the main job, with the
 settings of `configs/quickstart.py`. About 15 minutes on 2 idle cores. Made again on the same kind of machine, tokenizer
@@ -42,7 +45,7 @@ from envace_jax.learning.loss import LossConfig
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, loss_denominator, microbatches, pack_rows
 from envace_jax.learning.step import UpdateConfig, host_metrics, make_update
 from envace_jax.learning.warmstart import reviews
-from envace_jax.model.hf import save_params
+from envace_jax.model.hf import load_params, save_params
 from envace_jax.model.qwen3 import Params, init_params
 from envace_jax.model.spec import Qwen3Spec
 from envace_jax.rehearsal.ledger import Row
@@ -184,11 +187,13 @@ def make_model(
     out: Path,
     *,
     careful: Path | None = None,
+    start: Path | None = None,
     phases: Sequence[Phase] = PHASES,
     seed: int = 0,
     eval_tasks: int = 200,
 ) -> dict[str, dict[str, float]]:
-    """Train and write the model; returns the figures of each phase on held-out tasks."""
+    """Train and write the model, from random parameters or those of the folder `start`; returns the figures of each
+    phase on held-out tasks."""
     from envace_jax.build import make_engine
     from envace_jax.text.build import chat_format
 
@@ -197,7 +202,7 @@ def make_model(
     chat = chat_format(cfg)
     spec = model_spec(chat.tokenizer)
     episode, rollout_config = EpisodeConfig.from_config(cfg), RolloutConfig.from_config(cfg)
-    params: Any = init_params(spec, jax.random.key(seed), jnp.float32)
+    params: Any = init_params(spec, jax.random.key(seed), jnp.float32) if start is None else load_params(start, spec)
     figures = {}
     for phase in phases:
         params = run_phase(phase, params, spec, chat, episode, seed)
@@ -249,6 +254,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", default=str(HOME / "tokenizer"), help="folder (default: %(default)s)")
     parser.add_argument("--out", default=str(HOME / "model"), help="folder to write (default: %(default)s)")
     parser.add_argument("--careful", help="folder for the model of the careful phase (default: not kept)")
+    parser.add_argument("--start", help="folder of a quickstart model to go on from (default: random parameters)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--reviews",
@@ -276,6 +282,7 @@ def main() -> None:
         Path(args.tokenizer),
         Path(args.out),
         careful=Path(args.careful) if args.careful else None,
+        start=Path(args.start) if args.start else None,
         phases=[phase for phase in phases if phase.steps > 0],
         seed=args.seed,
         eval_tasks=args.eval_tasks,
