@@ -15,6 +15,7 @@ from typing import Protocol
 
 from envace_jax.text.transcript import Role
 
+SPREAD_FLOOR = 1e-9  # rewards closer than this are the same: sums of the same verdicts in another order
 STD_FLOOR = 1e-6  # added to the standard deviation, as the published trainers do
 POPULATIONS = ("outputs", "rows", "trajectories")
 BASELINES = ("role", "single")
@@ -160,9 +161,12 @@ def _groups(trajectories: Sequence[TrajectoryLike]) -> Iterable[list[int]]:
 
 def _mean_and_scale(weighted: Sequence[tuple[float, float]], std_norm: bool) -> tuple[float, float]:
     """Mean of (weight, reward) pairs and what to divide by; scale 0 says that there is no spread."""
-    if len({reward for _, reward in weighted}) < 2:
-        return 0.0, 0.0
+    rewards = [reward for _, reward in weighted]
     total = sum(weight for weight, _ in weighted)
+    if not rewards or max(rewards) - min(rewards) <= SPREAD_FLOOR:
+        return 0.0, 0.0
+    if std_norm and total <= 1:
+        return 0.0, 0.0  # one trajectory's outputs, which weigh 1 together: there is no deviation to divide by
     mean = math.fsum(weight * reward for weight, reward in weighted) / total
     if not std_norm:
         return mean, 1.0
@@ -179,7 +183,7 @@ def group_spread(trajectories: Sequence[TrajectoryLike]) -> dict[str, float]:
         rewards = [float(trajectories[i].reward) for i in members]  # type: ignore[arg-type]
         mean = sum(rewards) / len(rewards)
         spreads.append(math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)))
-    flat = sum(spread == 0.0 for spread in spreads) + len(all_groups) - len(groups)
+    flat = sum(spread <= SPREAD_FLOOR for spread in spreads) + len(all_groups) - len(groups)
     return {
         "groups": float(len(all_groups)),
         "groups_without_spread": flat / max(len(all_groups), 1),

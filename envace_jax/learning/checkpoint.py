@@ -173,12 +173,21 @@ class Checkpoints:
             saver.wait_until_finished()
             if self._main:
                 write_manifest(self._path(step), self._manifest(step))
-                before = self._best()
-                if score is not None and (before is None or score > before["score"]):
-                    write_text(self.folder / BEST, json.dumps({"step": step, "score": score}))
+                self._note_score(step, score)
                 self._drop_old()
         except BaseException as error:  # handed to the thread that saves next
             self._failed = error
+
+    def _note_score(self, step: int, score: float | None) -> None:
+        before = self._best()
+        if score is not None and (before is None or score > before["score"]):
+            write_text(self.folder / BEST, json.dumps({"step": step, "score": score}))
+
+    def score(self, step: int, score: float) -> None:
+        """Notes how good a step was found that had been saved before it was measured."""
+        self.wait()
+        if self._main and self.problem(step) is None:
+            self._note_score(step, score)
 
     def wait(self) -> None:
         """Waits for the save under way; raises `UserError` with its cause when it failed."""
@@ -242,9 +251,10 @@ class Checkpoints:
         """Step and score of the best, where its file can be read and the step is still there."""
         try:
             found = json.loads((self.folder / BEST).read_text())
-        except (OSError, ValueError):
+            step, score = int(found["step"]), float(found["score"])
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found if self._manifest(found["step"]).exists() else None
+        return {"step": step, "score": score} if self._manifest(step).exists() else None
 
     def best(self) -> int:
         """The whole step with the highest score; raises `UserError` when there is none."""

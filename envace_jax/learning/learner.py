@@ -113,9 +113,9 @@ class Learner:
         engine.set_params(params, name)
 
     def digest(self) -> str:
-        """sha256 of the parameters; where they lie in several processes, of checksums of theirs."""
+        """sha256 of the parameters; where they lie in several processes, of checksums of theirs, marked as such."""
         if not self.processes.alone:
-            return checksum(self.state["params"])
+            return f"parts:{checksum(self.state['params'])}"
         found = hashlib.sha256()
         for leaf in jax.tree.leaves(self.state["params"]):
             found.update(np.asarray(jax.device_get(leaf)).tobytes())

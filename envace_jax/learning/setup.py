@@ -72,7 +72,8 @@ class Run:
 
     def mark(self) -> None:
         """Notes where everything stands after a whole step: what a checkpoint of this step holds."""
-        files = {"metrics": self.sink.sync()}
+        # A file that this start does not write keeps the length it had.
+        files = self.position.get("files", {}) | {"metrics": self.sink.sync()}
         if self.trajectories is not None:
             files["trajectories"] = self.trajectories.path.stat().st_size
         self.position = {
@@ -91,6 +92,8 @@ class Run:
     def save(self) -> None:
         """Begins the checkpoint of the last whole step."""
         if self.saved == self.step:
+            if self.score is not None:  # it was measured after it had been saved
+                self.checkpoints.score(self.step, self.score)
             return
         with self.processes.waits("saving"):
             position = self.position | {"ahead": self.ahead and self.ahead.to_json()}
@@ -152,7 +155,9 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         copy = to_engine or update.compute_copy
         learners = {name: Learner(cfg, update, params, name, folder, processes, to_engine) for name in arm.learners}
         checkpoints = Checkpoints(checkpoint_place(cfg, folder), cfg.checkpoint.keep, display.say)
+        fresh = {name: x.digest() for name, x in learners.items() if x.reference is not None or arm.frozen}
         position = restore(checkpoints, learners, display, processes)
+        same_base(fresh, position.get("initial", {}), cfg)
         display.phase("compiling")
         loading.enter_context(processes.waits("compiling"))
         for learner in learners.values():
@@ -201,6 +206,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             totals=dict(position.get("totals", {})),
             saved=position.get("step", -1),
             pending=position.get("pending"),
+            position=position,
             ahead=Batch.from_json(position["ahead"]) if position.get("ahead") else None,
             processes=processes,
         )
@@ -223,6 +229,21 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         display.close()
 
 
+def same_base(fresh: dict[str, str], initial: dict[str, str], cfg: ConfigDict) -> None:
+    """Raises `UserError` where a run is taken up over other initial weights than it was begun with.
+
+    The reference of the KL term and a frozen REHEARSE are made of them anew in every start.  Digests of one process
+    and of several (`parts:`) cannot be compared.
+    """
+    for name, digest in fresh.items():
+        before = initial.get(name, digest)
+        if before != digest and before.startswith("parts:") == digest.startswith("parts:"):
+            raise UserError(
+                f"model.path={cfg.model.path!r}: the run was begun with other weights than lie there now, and its "
+                "reference would be another one: give the old weights back, or start a new run_dir"
+            )
+
+
 def metrics_sink(cfg: ConfigDict, folder: Path, position: dict[str, Any], display: Display) -> Sink:
     """The run's metrics, cut to what the checkpoint knows of."""
     return Sink(
@@ -239,8 +260,8 @@ def trajectory_file(cfg: ConfigDict, folder: Path, position: dict[str, Any]) -> 
     if not cfg.metrics.trajectories:
         return None
     path = folder / "trajectories.jsonl"
-    length = position.get("files", {}).get("trajectories", 0)
-    if path.exists() and path.stat().st_size > length:
+    length = position.get("files", {}).get("trajectories", 0 if not position.get("step") else None)
+    if length is not None and path.exists() and path.stat().st_size > length:
         with path.open("r+b") as file:
             file.truncate(length)
     return TrajectoryWriter(path)

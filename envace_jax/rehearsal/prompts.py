@@ -193,9 +193,8 @@ class PromptWriter:
         return _join([self._between, *(self._encode(f"{text}\n") for text in news), heading, call, self._after])
 
     def answer_ids(self, result: str) -> tuple[int, ...]:
-        """Ids of the answer that teaches a result, the turn end included."""
-        ids = self.chat.tokenizer.encode(f"{self.open}\n{result}\n{self.close}")
-        return (*ids, self.chat.tokenizer.eos_id)
+        """Ids of the answer that teaches a result, the turn end included; a tag inside the result stays data."""
+        return tuple(self.chat.answer_ids(self.open, result, self.close))
 
     def _layout(self, scene: Scene) -> tuple[list[str], ...]:
         """The user message up to the call: fixed beginning, heading and examples, heading and entries, fixed end."""

@@ -93,7 +93,7 @@ def _shown(demonstration: Demonstration, chat: Any) -> list[list[_Shown]]:
             turns.append(
                 [
                     _Shown(
-                        (*chat.tokenizer.encode(step.output.raw), chat.tokenizer.eos_id),
+                        tuple(chat.said_ids(step.output.raw)),
                         tuple(observation.text for observation in step.observations),
                     )
                     for step in entry.steps

@@ -136,7 +136,12 @@ class TrajectoryWriter:
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
-    """The trajectories of a JSONL file, one at a time.
+    """The trajectories of a JSONL file, one at a time; see `read_steps`."""
+    return (trajectory for _, trajectory in read_steps(path))
+
+
+def read_steps(path: str | Path) -> Iterator[tuple[int | None, Trajectory]]:
+    """The trajectories of a JSONL file, one at a time, each with the training step it was played for, where it says.
 
     A last line that was cut off by a killed run is left out; a broken line anywhere else raises `UserError`.
     """
@@ -154,7 +159,8 @@ def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
             except ValueError as error:
                 broken = UserError(f"{where}: is not JSON ({error})")
                 continue
-            yield Trajectory.from_json(value, where=where)
+            trajectory = Trajectory.from_json(value, where=where)
+            yield value.get("step"), trajectory
 
 
 # --- parts ------------------------------------------------------------------------------------------------------

@@ -18,14 +18,15 @@ from rich.table import Table
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks
-from envace_jax.learning.advantage import role_advantages
+from envace_jax.learning.arms import make_arm
+from envace_jax.learning.packing import train_rows
+from envace_jax.learning.trainer import credit
 from envace_jax.rehearsal.grounding import make_grounding
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import demonstrate
-from envace_jax.rehearsal.trajectory import Trajectory, read_trajectories
+from envace_jax.rehearsal.trajectory import Trajectory, read_steps
 from envace_jax.text.build import chat_format
 from envace_jax.text.tokenizer import Tokenizer
-from envace_jax.text.transcript import Role
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held_out", action="store_true", help="number in the held-out split")
     parser.add_argument("--trajectories", type=Path, metavar="FILE", help="show what a run sampled (JSON lines)")
     parser.add_argument("--member", type=int, default=0, help="which trajectory of the group")
+    parser.add_argument("--step", type=int, help="of which training step, from 0 (default: the task's last)")
     parser.add_argument("--tokens", action="store_true", help="the table of every token (else the text of each row)")
 
 
@@ -52,8 +54,8 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def token_table(tokenizer: Tokenizer, trajectory: Trajectory, row: int, advantage: float | None) -> Table:
-    """Token, role, sampled, advantage of one ledger row."""
+def token_table(tokenizer: Tokenizer, trajectory: Trajectory, row: int, advantages: Sequence[float] | None) -> Table:
+    """Token, role, sampled, advantage of one ledger row; `advantages` by token, None without a group."""
     ledger = trajectory.rows[row]
     table = Table("#", "id", "token", "role", "sampled", "log-prob", "advantage", title=f"row {row}", box=None)
     for i, (token, sampled, logprob) in enumerate(zip(ledger.ids, ledger.sampled, ledger.logprobs)):
@@ -64,7 +66,7 @@ def token_table(tokenizer: Tokenizer, trajectory: Trajectory, row: int, advantag
             ledger.role.value if sampled else "",
             "yes" if sampled else "",
             f"{logprob:.3f}" if sampled else "",
-            f"{advantage:+.3f}" if sampled and advantage is not None else "",
+            f"{advantages[i]:+.3f}" if sampled and advantages is not None else "",
         )
     return table
 
@@ -85,19 +87,9 @@ def row_text(tokenizer: Tokenizer, trajectory: Trajectory, row: int) -> str:
 def run_show(cfg: ConfigDict, args: argparse.Namespace) -> None:
     console = Console(highlight=False, soft_wrap=True)
     chat = chat_format(cfg)
-    advantages: dict[Role, float] = {}
+    advantages: list[Sequence[float] | None] = []
     if args.trajectories:
-        recorded = [t for t in read_trajectories(args.trajectories) if t.task_id == args.task]
-        members = [t for t in recorded if t.member == args.member]
-        if not members:
-            raise UserError(f"{args.trajectories}: no trajectory of task '{args.task}', member {args.member}")
-        shown = members[-1]
-        group = [t for t in recorded if t.group == shown.group]
-        learning = cfg.learning
-        dealt = role_advantages(
-            group, population=learning.population, baseline=learning.baseline, std_norm=learning.std_norm
-        )
-        advantages = dealt[group.index(shown)]
+        shown, advantages = recorded(cfg, args)
     else:
         train, held_out = load_tasks(cfg.data)
         task = find_task(held_out if args.held_out else train, args.task)
@@ -108,12 +100,51 @@ def run_show(cfg: ConfigDict, args: argparse.Namespace) -> None:
             for item in items:
                 console.print(f"  turn {turn}, {escape(item.id)} (weight {item.weight:g}): {escape(item.question)}")
     for row, ledger in enumerate(shown.rows):
-        advantage = advantages.get(ledger.role)
         console.rule(f"row {row}: {ledger.role.value}, {len(ledger.ids)} tokens, {sum(ledger.sampled)} sampled")
         if args.tokens:
-            console.print(token_table(chat.tokenizer, shown, row, advantage))
+            console.print(token_table(chat.tokenizer, shown, row, advantages[row] if advantages else None))
         else:
             console.print(row_text(chat.tokenizer, shown, row))
     reward = "none" if shown.reward is None else f"{shown.reward:.3f}"
-    console.print(f"end: {shown.end_reason}; reward: {reward}; advantages: "
-                  f"{ {r.value: round(a, 3) for r, a in advantages.items()} or 'of a group that was played'}")
+    console.print(f"end: {shown.end_reason}; reward: {reward}; advantages: {dealt(shown, advantages)}")
+
+
+def recorded(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Trajectory, list[Sequence[float] | None]]:
+    """The trajectory that is asked for, and what each token of its rows was paid: by the step's whole batch, as the
+    trainer pays it."""
+    steps: dict[int | None, list[Trajectory]] = {}
+    for step, trajectory in read_steps(args.trajectories):
+        steps.setdefault(step, []).append(trajectory)
+    found = [
+        (step, i)
+        for step, batch in steps.items()
+        for i, t in enumerate(batch)
+        if t.task_id == args.task and t.member == args.member and args.step in (None, step)
+    ]
+    if not found:
+        when = "" if args.step is None else f", step {args.step}"
+        raise UserError(f"{args.trajectories}: no trajectory of task '{args.task}', member {args.member}{when}")
+    step, place = found[-1]
+    batch = steps[step]
+    credits, copies, _ = credit(cfg, make_arm(cfg), batch, step or 0)
+    shown = batch[place]
+    paid = iter(train_rows(shown, credits[place], copies[place] if copies is not None else None))
+    rows: list[Sequence[float] | None] = []
+    for row in shown.rows:
+        trained = any(row.sampled) and shown.reward is not None
+        rows.append(list(next(paid).advantages) + [0.0] * len(row.ids) if trained else None)
+    return shown, rows
+
+
+def dealt(shown: Trajectory, advantages: Sequence[Sequence[float] | None]) -> str:
+    """The advantages of each role's outputs, in words."""
+    if not advantages:
+        return "of a group that was played"
+    by_role: dict[str, list[str]] = {}
+    for segment in shown.segments:
+        row = advantages[segment.row]
+        if row is not None and segment.ids:
+            value = f"{row[segment.start]:+.3f}"
+            if value not in by_role.setdefault(segment.role.value, []):
+                by_role[segment.role.value].append(value)
+    return "; ".join(f"{role} {', '.join(values)}" for role, values in by_role.items()) or "none"

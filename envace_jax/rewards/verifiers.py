@@ -19,7 +19,7 @@ and the
 
 `arguments` matches as a subset: the call may carry more. Effects of `state` match their accepted call in the
 same way, one to one. An entry of `contains` or `excludes` is a text, or a list of alternatives of which one
-is enough; texts are compared without case, as whole words: "12" is not found in "12.50" or in "312".
+is enough; texts are compared without case, as whole words: "12" is not found in "12.50", in "312" or in "-12".
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ _FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {  # kind -> (requir
     "no_call": (frozenset({"names"}), frozenset()),
 }
 
+_SIGN = r"(?<!^-)(?<![\s(:=]-)"  # a minus that belongs to the number; "A-12" and "10-12" hold 12
+
+_NO_ERROR = (None, False, "")  # `"error": null` in an answer says that there was none
+
 
 def check_rule(rule: Mapping[str, Any], *, where: str = "rule") -> None:
     """Raise `UserError`, naming `where`, unless `rule` is well formed."""
     kind = rule.get("kind") if isinstance(rule, Mapping) else None
-    if kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in _FIELDS:
         raise UserError(f"{where}: kind must be one of {', '.join(sorted(_FIELDS))}, got {kind!r}")
     required, optional = _FIELDS[kind]
     fields = set(rule) - {"kind"}
@@ -58,8 +62,26 @@ def check_rule(rule: Mapping[str, Any], *, where: str = "rule") -> None:
         raise UserError(f"{where}: a call in a rule needs a text 'name' and, if given, an object 'arguments'")
     for field in ("contains", "excludes", "names", "writes"):
         entries = rule.get(field, ())
-        if isinstance(entries, str) or not all(_is_entry(entry, field) for entry in entries):
-            raise UserError(f"{where}: {field!r} must be a list of texts, got {entries!r}")
+        if not isinstance(entries, (list, tuple)) or not all(_is_entry(entry, field) for entry in entries):
+            raise UserError(f"{where}: {field!r} must be a list of texts that are not empty, got {entries!r}")
+    for field in ("calls", "names", "writes"):
+        if field in rule and not rule[field]:
+            raise UserError(f"{where}: {field!r} is empty, so that the rule says nothing")
+    if kind == "reply" and not rule.get("contains") and not rule.get("excludes"):
+        raise UserError(f"{where}: 'reply' needs an entry in 'contains' or 'excludes'")
+    if kind == "call":
+        _check_counts(rule, where)
+
+
+def _check_counts(rule: Mapping[str, Any], where: str) -> None:
+    low, high = rule.get("min", 1), rule.get("max")
+    for field, number in (("min", low), ("max", high)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+            raise UserError(f"{where}: {field!r} must be a whole number of at least 0, got {number!r}")
+    if low is None or (high is not None and high < low):
+        raise UserError(f"{where}: no number of calls is at least 'min' {low} and at most 'max' {high}")
+    if not isinstance(rule.get("accepted"), bool | None):
+        raise UserError(f"{where}: 'accepted' must be true or false, got {rule['accepted']!r}")
 
 
 def _is_call(call: Any) -> bool:
@@ -72,11 +94,12 @@ def _is_call(call: Any) -> bool:
 
 def _is_entry(entry: Any, field: str) -> bool:
     if isinstance(entry, str):
-        return True
+        return bool(entry)
     return (
         field in ("contains", "excludes")
         and isinstance(entry, (list, tuple))
-        and all(isinstance(text, str) for text in entry)
+        and bool(entry)
+        and all(isinstance(text, str) and text for text in entry)
     )
 
 
@@ -145,14 +168,16 @@ def is_accepted(observation: Observation | None) -> bool:
         value = json.loads(observation.text)
     except (ValueError, RecursionError):
         return True  # plain text from an environment that does not speak JSON
-    return not (isinstance(value, dict) and ("error" in value or "error_tool_call" in value))
+    if not isinstance(value, dict):
+        return True
+    return value.get("error") in _NO_ERROR and value.get("error_tool_call") in _NO_ERROR
 
 
 def states(text: str, entry: str | Sequence[str]) -> bool:
     """Whether `text` contains `entry` (one of them, for a list) as whole words, without case."""
     options = [entry] if isinstance(entry, str) else entry
     return any(
-        re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(option)}(?!\w)(?![.,]\d)", text, re.IGNORECASE) is not None
+        re.search(rf"(?<!\w)(?<!\d[.,]){_SIGN}{re.escape(option)}(?!\w)(?![.,]\d)", text, re.IGNORECASE) is not None
         for option in options
     )
 

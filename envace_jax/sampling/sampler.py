@@ -61,14 +61,14 @@ def truncate(weights_BxV: jax.Array, top_p_B: jax.Array, top_k_B: jax.Array) -> 
     """Zeroes what top-k, then top-p leave out of unnormalised probabilities.
 
     Top-k keeps the k largest (0 = all); top-p keeps the smallest set of the largest whose mass reaches p of what
-    top-k left. Values that tie with the last one kept are kept too.
+    top-k left, and the largest value always. Values that tie with the last one kept are kept too.
     """
     count = jnp.where(top_k_B > 0, top_k_B, weights_BxV.shape[-1])
     bound = _largest_threshold(weights_BxV, lambda keep: keep.sum(-1) >= count)
     weights_BxV = jnp.where(weights_BxV >= bound[:, None], weights_BxV, 0.0)
     mass = jnp.where(top_p_B < 1.0, top_p_B, 0.0) * weights_BxV.sum(-1)
     bound = _largest_threshold(weights_BxV, lambda keep: jnp.where(keep, weights_BxV, 0.0).sum(-1) >= mass)
-    bound = jnp.where(top_p_B < 1.0, bound, 0.0)
+    bound = jnp.where(top_p_B < 1.0, jnp.minimum(bound, weights_BxV.max(-1)), 0.0)
     return jnp.where(weights_BxV >= bound[:, None], weights_BxV, 0.0)
 
 

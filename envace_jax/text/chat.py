@@ -23,6 +23,8 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 RESPONSE, END_RESPONSE = "<tool_response>", "</tool_response>"
 GENERATE = f"{START}assistant\n"
+_OWN_TAGS = (THINK, END_THINK, CALL, END_CALL)  # what an output may write
+_OWN_PATTERN = re.compile("(" + "|".join(map(re.escape, _OWN_TAGS)) + ")")
 EMPTY_THINKING = f"{THINK}\n\n{END_THINK}\n\n"
 
 
@@ -99,6 +101,15 @@ class ChatFormat:
     def output_ids(self, message: Message) -> list[int]:
         """Ids that an assistant would sample after the generation prompt to say `message`, turn end included."""
         return self._encode([*self._thinking(message.thinking), *_said(message.content, message.tool_calls), END])
+
+    def said_ids(self, raw: str) -> list[int]:
+        """Ids of an output that is known by its text, turn end included: thinking and call tags count as tags, every
+        other tag string is data (it stood in an argument, or was made up)."""
+        return self._encode([part if part in _OWN_TAGS else Data(part) for part in _OWN_PATTERN.split(raw)] + [END])
+
+    def answer_ids(self, opening: str, result: str, closing: str) -> list[int]:
+        """Ids of a rehearsed answer between its two tags, turn end included; the result is data."""
+        return self._encode([f"{opening}\n", Data(result), f"\n{closing}", END])
 
     def output_text(self, message: Message) -> str:
         """Text of `output_ids` without the turn end."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learning_common import FakeSegment, FakeTrajectory
 
-from envace_jax.learning.advantage import duplicate_outputs, group_spread, role_advantages
+from envace_jax.learning.advantage import duplicate_outputs, group_spread, output_advantages, role_advantages
 from envace_jax.text.transcript import Role
 
 pytestmark = pytest.mark.quick
@@ -114,3 +114,18 @@ def test_spread_figures():
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown population"):
         role_advantages([], population="tokens")
+
+
+def test_sums_of_the_same_verdicts_in_another_order_are_no_spread():
+    group = [make(0, reward, 2, 1) for reward in (0.1 + 0.2, 0.3)]
+    assert group[0].reward != group[1].reward
+    for std_norm in (False, True):
+        assert role_advantages(group, std_norm=std_norm) == [{Role.ACT: 0.0, Role.REHEARSE: 0.0}] * 2
+    assert group_spread(group)["groups_without_spread"] == 1.0
+
+
+def test_one_trajectory_of_a_role_has_no_deviation():
+    """Its outputs weigh 1 together, and a deviation of one value would be divided by 0."""
+    group = [make(0, 1.0, 1, 2), make(0, 0.0, 1, 0)]
+    got = output_advantages(group, [[0, 0.5, 0.1], [0]], population="trajectories", std_norm=True)
+    assert got[0][1:] == [0.0, 0.0] and got[0][0] > 0 > got[1][0]

@@ -158,9 +158,15 @@ def test_best_step_is_kept_beside_the_newest(tmp_path):
     checkpoints.save(6, state(6), {}, 0.9)
     checkpoints.close()
     assert checkpoints.best() == 6 and checkpoints.problem(2) == "there is no such step"
-    (tmp_path / "c" / "best.json").write_text("{")
-    with pytest.raises(UserError, match="no step there was scored"):
-        checkpoints.best()
+    checkpoints.save(7, state(7), {})
+    checkpoints.score(7, 0.95)  # measured after the save
+    assert checkpoints.best() == 7
+    checkpoints.score(8, 2.0)  # no such step
+    assert checkpoints.best() == 7
+    for text in ("{", "[]", '{"step": "x", "score": 1}', '{"step": 6}'):
+        (tmp_path / "c" / "best.json").write_text(text)
+        with pytest.raises(UserError, match="no step there was scored"):
+            checkpoints.best()
 
 
 def test_manifest_of_a_folder(tmp_path):

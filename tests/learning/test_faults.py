@@ -118,6 +118,7 @@ def test_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_sweep_over_a_whole_run(tmp_path, monkeypatch):
     """Every operation of a run fails once; the same command then ends as the unbroken run did."""
     monkeypatch.chdir(ROOT)

@@ -197,6 +197,34 @@ def test_another_configuration_is_refused_in_the_same_folder(unbroken):
         trainer.run_train(tiny_config(unbroken, **{"learning.lr": 0.5}))
 
 
+def test_other_initial_weights_are_refused_where_a_reference_is_made_of_them(tmp_path, monkeypatch):
+    options = {"learning.steps": 1, "learning.kl_coef": 0.01}
+    assert trainer.run_train(tiny_config(tmp_path / "run", **options)) == 0
+    real = setup.load_model
+
+    def scaled(*args):
+        spec, params = real(*args)
+        return spec, jax.tree.map(lambda x: x * 1.05, params)
+
+    monkeypatch.setattr(setup, "load_model", scaled)
+    with pytest.raises(UserError, match="begun with other weights"):
+        trainer.run_train(tiny_config(tmp_path / "run", **options | {"learning.steps": 2}))
+    setup.same_base({"policy": "a"}, {"policy": "parts:b"}, tiny_config(tmp_path))
+
+
+def test_trajectories_written_at_times_are_never_lost(unbroken, tmp_path):
+    """On, off, on: what was written stays, and only what a kill left behind the checkpoint is cut."""
+    folder = tmp_path / "run"
+    for steps, on in ((1, True), (2, False), (3, True)):
+        options = {"learning.steps": steps, "metrics.trajectories": on, "checkpoint.every": 1}
+        assert trainer.run_train(tiny_config(folder, **options)) == 0
+    steps = [json.loads(line)["step"] for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+    assert steps == [0] * 4 + [2] * 4
+    begun = {"files": {"metrics": 10}, "step": 5}
+    setup.trajectory_file(tiny_config(folder), folder, begun).close()
+    assert len((folder / "trajectories.jsonl").read_text().splitlines()) == 8
+
+
 def test_sampler_that_disagrees_stops_the_run(tmp_path, monkeypatch):
     real = trainer.rows_of
 
@@ -310,16 +338,17 @@ def test_killed_process_goes_on_by_the_same_command(tmp_path):
 @pytest.mark.long
 def test_random_kills(tmp_path):
     """Many seeded kills over one run of 40 steps."""
-    steps = "learning.steps=40"
+    # The toy engine's log-probabilities are those of no model, and the model moves away from them.
+    changes = "learning.steps=40", "learning.max_probability_error=1000.0"
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert child(whole, steps).wait(600) == 0
+    assert child(whole, *changes).wait(600) == 0
     rng = random.Random(0)
     for _ in range(12):
-        process = child(broken, steps)
+        process = child(broken, *changes)
         done = len(read_metrics(broken)) if (broken / "metrics.jsonl").exists() else 0
         wait_for(broken, done + rng.randint(1, 5), process)
         time.sleep(rng.random())
         process.send_signal(rng.choice((signal.SIGKILL, signal.SIGTERM)))
         process.wait(120)
-    assert child(broken, steps).wait(600) == 0
+    assert child(broken, *changes).wait(600) == 0
     same_end(whole, broken)

@@ -7,7 +7,6 @@ import gc
 import hashlib
 import itertools
 import random
-import sys
 import threading
 import time
 import tracemalloc
@@ -339,22 +338,27 @@ class Forgetful(ScriptedEngine):
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_soak(chat):
-    """2,000 episodes: every one accounted for, memory flat within 2%."""
+    """2,000 episodes: every one accounted for; what the second thousand leaves behind is under 2% of what a rollout
+    holds while it runs (live episodes come and go, so memory is compared where none is left)."""
     cfg = RolloutConfig(EpisodeConfig(rehearse_prompt="compact", max_acts=5), live_episodes=64)
-    source = itertools.repeat(make_task(), 2_000)
     engine = Forgetful(luck, chat.tokenizer, delay=lambda request: 1 + request.key[2] % 5)
-    seen, sizes = set(), []
+    left, held = [], 0
     tracemalloc.start()
     try:
-        for trajectory in rollout(source, engine=engine, chat=chat, cfg=cfg, judge=RuleJudge()):
-            seen.add(trajectory.group)
-            if len(seen) % 100 == 0:
-                gc.collect()
-                sizes.append(tracemalloc.get_traced_memory()[0] - sys.getsizeof(seen))
+        for _ in range(2):
+            seen = set()
+            for trajectory in rollout(
+                itertools.repeat(make_task(), 1_000), engine=engine, chat=chat, cfg=cfg, judge=RuleJudge()
+            ):
+                seen.add(trajectory.group)
+            assert seen == set(range(1_000))
+            held = max(held, tracemalloc.get_traced_memory()[1])
+            del seen, trajectory
+            gc.collect()
+            left.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert seen == set(range(2_000))
-    assert max(sizes[10:]) <= 1.02 * max(sizes[:10])
+    assert left[1] - left[0] <= 0.02 * held, (left, held)
 
 
 @pytest.mark.quick

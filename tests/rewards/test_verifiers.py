@@ -93,7 +93,8 @@ def test_effects_pair_up_one_to_one_even_when_a_loose_effect_comes_first():
 
 def test_accepted_observations():
     for text, accepted in [('{"a": 1}', True), ('{"error": "X"}', False), ('{"error_tool_call": {}}', False),
-                           ('[{"error": 1}]', True), ("plain text", True), ("null", True)]:  # fmt: skip
+                           ('[{"error": 1}]', True), ('{"error": null, "id": 3}', True), ('{"error": ""}', True),
+                           ("plain text", True), ("null", True)]:  # fmt: skip
         assert is_accepted(Observation(text, "real")) is accepted, text
     assert not is_accepted(None)
     assert not is_accepted(Observation("{}", "error", error_code="X"))
@@ -107,6 +108,9 @@ def test_json_equality_tells_true_from_one():
 def test_states_takes_texts_literally():
     assert states("price (a+b)*", "(a+b)*") and not states("aab", "a+b")
     assert states("It is $12.", "12") and not states("312", "12") and not states("1,200", "200")
+    for text in ("-5", "balance is -5", "balance: -5", "(-5)", "x=-5"):
+        assert states(text, "-5") and not states(text, "5"), text
+    assert states("order A-12", "12") and states("3-5 days", "5") and states("a - 5", "5")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,11 @@ def test_states_takes_texts_literally():
      {"kind": "reply", "contains": "17"},
      {"kind": "order", "calls": [{"arguments": {}}]}, {"kind": "state", "effects": []},
      {"kind": "call", "name": "x", "arguements": {}}, {"kind": "reply", "contains": [3]},
-     {"kind": "no_call", "names": [["a"]]}],
+     {"kind": "no_call", "names": [["a"]]}, {"kind": ["call"]}, {"kind": "reply", "contains": 3}, {"kind": "reply"},
+     {"kind": "reply", "contains": [""]}, {"kind": "reply", "contains": [[]]}, {"kind": "reply", "contains": []},
+     {"kind": "call", "name": "x", "min": "2"}, {"kind": "call", "name": "x", "min": 3, "max": 2},
+     {"kind": "call", "name": "x", "min": True}, {"kind": "call", "name": "x", "max": -1},
+     {"kind": "call", "name": "x", "accepted": 1}, {"kind": "order", "calls": []}, {"kind": "no_call", "names": []}],
 )  # fmt: skip
 def test_malformed_rules_are_refused_with_their_place(rule):
     with pytest.raises(UserError, match="task 7"):

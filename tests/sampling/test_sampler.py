@@ -99,3 +99,10 @@ def test_keys_depend_on_every_number_and_on_their_place():
     keys.add(request_key(1, (2,)).tobytes())
     assert len(keys) == 7
     assert request_key(5, (1, -3)).tolist() == request_key(5, (1, -3)).tolist()
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-30, -1.0])
+def test_the_largest_is_always_kept(top_p):
+    weights = jnp.asarray([[0.2, 1.0, 0.5], [1.0, 1e-30, 0.0]])
+    kept = truncate(weights, jnp.full(2, top_p), jnp.zeros(2, jnp.int32))
+    np.testing.assert_array_equal(kept, [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])

@@ -1,0 +1,230 @@
+"""Training under kills: what is lost, how long it takes to go on, what a save costs, whether memory stays flat.
+
+    python benchmarks/reliability.py --out runs/reliability            # 200 steps, 60 kills, 500 steps left alone
+    python benchmarks/reliability.py --out runs/smoke --steps 10 --kills 3 --soak 20
+
+All runs are `python -m envace_jax train --config configs/quickstart.py` with small batches, in processes of their own.
+One run is left alone for `--soak` steps; its memory, threads and open files are watched.  Another, of `--steps` steps,
+is killed `--kills` times at seeded moments, in turn by SIGKILL and SIGTERM, and started again by the same command
+until it is done.  Both must hold the same parameters, bit for bit, after the same step.  Goodput is the time that the
+undisturbed run took for those steps over the time the killed one took, with the kills as close as they are here and,
+computed from the mean loss of a kill, with one every 120 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "learning.prompts_per_step": 4,
+    "learning.group_size": 2,
+    "learning.rows_per_microbatch": 4,
+    "rollout.live_episodes": 8,
+    "rollout.slots": 16,
+    "evaluation.at_start": False,
+    "evaluation.at_end": False,
+    "metrics.tensorboard": False,
+    "metrics.progress": False,
+    "checkpoint.every": 5,
+}
+PREEMPTED = 75
+
+
+def start(folder: Path, **changes: Any) -> subprocess.Popen:
+    options = [f"--config.{k}={v}" for k, v in (SMALL | changes).items()]
+    command = [sys.executable, "-m", "envace_jax", "train", "--config", "configs/quickstart.py"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, f"--config.run_dir={folder}", *options], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+
+
+def steps_done(folder: Path) -> int:
+    """Last step in the metrics; a line that is being written does not count."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except ValueError:
+            continue
+    return 0
+
+
+def resources(pid: int) -> tuple[float, int, int]:
+    """Resident MiB, threads, open files of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    threads, files = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("task", "fd"))
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, threads, files
+
+
+def undisturbed(folder: Path, soak: int) -> dict[str, Any]:
+    """The run that is left alone: when each step was done, and resources after the first quarter and at the end."""
+    process, seen, done_at = start(folder, **{"learning.steps": soak, "checkpoint.keep": 10_000}), [], {}
+    began = time.monotonic()
+    while process.poll() is None:
+        step = steps_done(folder)
+        done_at.setdefault(step, time.monotonic() - began)
+        if step:
+            seen.append((step, *resources(process.pid)))
+        time.sleep(0.2)
+    if process.returncode != 0:
+        raise SystemExit(f"the undisturbed run failed with {process.returncode}: see {folder.parent}/{folder.name}.log")
+    early = [r for r in seen if soak // 4 <= r[0] < soak // 2] or seen[:1]
+    late = [r for r in seen if r[0] >= soak - soak // 4 and r[0] < soak] or seen[-1:]  # the end draws a plot
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "done_at": done_at,
+        "rss_early": max(r[1] for r in early),
+        "rss_late": max(r[1] for r in late),
+        "threads": (max(r[2] for r in early), max(r[2] for r in late)),
+        "files": (max(r[3] for r in early), max(r[3] for r in late)),
+        "compilations": sum(r["compilations"] for r in records[2:]),
+        "step_seconds": statistics.median(r["time/step"] for r in records[2:]),
+    }
+
+
+def disturbed(folder: Path, steps: int, kills: int, seed: int) -> dict[str, Any]:
+    """The run that is killed: after each new start it may do one step, then the signal comes at a random moment."""
+    rng, sent, recovery, ends = random.Random(seed), 0, [], []
+    span, began = max(1.0, steps / max(kills, 1)), time.monotonic()
+    while True:
+        before = steps_done(folder)
+        process, started = start(folder, **{"learning.steps": steps}), time.monotonic()
+        killed_at = None
+        # On average a kill comes after its share of the steps; a third of them before any new step is done.
+        wanted = before + rng.randrange(0, int(2 * span) + 1) if sent < kills else steps + 1
+        moment = rng.random() * 2.0
+        while process.poll() is None:
+            done = steps_done(folder)
+            if done > before and len(recovery) < len(ends):
+                recovery.append(time.monotonic() - started)
+            if done >= wanted and killed_at is None and time.monotonic() - started > 2.0:
+                time.sleep(moment)
+                number = (signal.SIGKILL, signal.SIGTERM)[sent % 2]
+                process.send_signal(number)
+                sent, killed_at = sent + 1, time.monotonic()
+            time.sleep(0.02)
+        status = process.returncode
+        if status == 0:
+            break
+        if killed_at is None or status not in (-signal.SIGKILL, -signal.SIGTERM, PREEMPTED):
+            raise SystemExit(f"a start ended with {status} by itself: see {folder.parent}/{folder.name}.log")
+        ends.append((sent % 2, status, time.monotonic() - killed_at))
+    return {
+        "seconds": time.monotonic() - began,
+        "kills": sent,
+        "recovery": recovery,
+        "term_seconds": [s for _, status, s in ends if status == PREEMPTED],
+        "term_early": sum(status == -signal.SIGTERM for _, status, _ in ends),
+    }
+
+
+def same_parameters(one: Path, two: Path, step: int) -> bool:
+    """Whether two runs' checkpoints of a step hold the same arrays, optimizer and all, bit for bit."""
+    import jax
+    import numpy as np
+
+    from envace_jax.learning.checkpoint import Checkpoints
+    from envace_jax.learning.step import UpdateConfig, make_update
+    from envace_jax.model.qwen3 import init_params
+    from envace_jax.model.spec import Qwen3Spec
+
+    states = []
+    for folder in (one, two):
+        checkpoints = Checkpoints(folder / "checkpoints")
+        spec = Qwen3Spec.from_hf_config(checkpoints.read_meta(step)["model"])
+        like = {"policy": make_update(spec, UpdateConfig()).init(init_params(spec, jax.random.key(0)))}
+        states.append(jax.tree.leaves(jax.device_get(checkpoints.restore(step, like))))
+    return all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def same_records(one: Path, two: Path, steps: int) -> bool:
+    """Whether both runs' metrics tell each step once, with the same losses."""
+    losses = [
+        [(r["step"], r["loss"]) for r in map(json.loads, (x / "metrics.jsonl").read_text().splitlines())]
+        for x in (one, two)
+    ]
+    return losses[0][:steps] == losses[1][:steps] and [s for s, _ in losses[1]] == list(range(1, steps + 1))
+
+
+def save_seconds(folder: Path, saves: int = 20) -> dict[str, float]:
+    """How long a save of the run's last state holds training up, and how long until it is whole."""
+    import jax
+
+    from envace_jax.learning.checkpoint import Checkpoints
+    from envace_jax.learning.step import UpdateConfig, make_update
+    from envace_jax.model.qwen3 import init_params
+    from envace_jax.model.spec import Qwen3Spec
+
+    source = Checkpoints(folder / "checkpoints")
+    spec = Qwen3Spec.from_hf_config(source.read_meta(source.latest())["model"])
+    state = make_update(spec, UpdateConfig()).init(init_params(spec, jax.random.key(0)))
+    target, held, whole = Checkpoints(folder.parent / "saves", keep=1), [], []
+    for step in range(1, saves + 1):
+        began = time.perf_counter()
+        target.save(step, {"policy": state}, {"step": step})
+        held.append(time.perf_counter() - began)
+        target.wait()
+        whole.append(time.perf_counter() - began)
+    target.close()
+    return {"held": statistics.median(held[1:]), "whole": statistics.median(whole[1:])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--soak", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.steps % SMALL["checkpoint.every"] or not args.steps <= args.soak:
+        raise SystemExit(f"--steps: expected a multiple of {SMALL['checkpoint.every']}, at most --soak")
+    if (args.out / "alone").exists() or (args.out / "killed").exists():
+        raise SystemExit(f"{args.out}: there are runs already; give an empty folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+    alone, killed = (args.out.absolute() / name for name in ("alone", "killed"))
+    a = undisturbed(alone, args.soak)
+    k = disturbed(killed, args.steps, args.kills, args.seed)
+    own = next(t for step, t in sorted(a["done_at"].items()) if step >= args.steps)
+    saves = save_seconds(alone)
+    lost = max(0.0, k["seconds"] - own) / max(k["kills"], 1)
+    recovery = sorted(k["recovery"]) or [float("nan")]
+    rows = [
+        ("kills survived, by the same command", f"{k['kills']} of {args.kills}"),
+        ("parameters and moments equal the undisturbed run's, bit for bit", same_parameters(alone, killed, args.steps)),
+        ("each step once in the metrics, same losses", same_records(alone, killed, args.steps)),
+        ("start to next new step, median / worst", f"{statistics.median(recovery):.1f} s / {recovery[-1]:.1f} s"),
+        ("lost by a kill, on average", f"{lost:.1f} s"),
+        ("goodput with these kills", f"{own / k['seconds']:.0%}"),
+        ("goodput with one kill every 120 s, from that", f"{120 / (120 + lost):.0%}"),
+        ("SIGTERM to saved and out, worst", f"{max(k['term_seconds'], default=float('nan')):.1f} s"),
+        ("SIGTERM before the run could save (nothing new to lose)", k["term_early"]),
+        ("a save holds training up / is whole after", f"{saves['held'] * 1e3:.0f} ms / {saves['whole'] * 1e3:.0f} ms"),
+        (f"memory over {args.soak} steps, second to last quarter", f"{a['rss_early']:.0f} to {a['rss_late']:.0f} MiB"),
+        ("threads, open files, second to last quarter", f"{a['threads']}, {a['files']}"),
+        ("programs compiled after the second step", int(a["compilations"])),
+        ("a step, median", f"{a['step_seconds']:.2f} s"),
+    ]
+    text = "\n".join(["| what | result |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    (args.out / "table.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
