@@ -314,13 +314,13 @@ class Ceilings:
 def controls(n_tasks: int, group: int, slots: int) -> dict[str, dict[str, float]]:
     """The quickstart model's own episodes under both controls, in turn, twice: the second time is measured."""
     from envace_jax.build import chat_format, load_model, make_engine
-    from envace_jax.config_file import load_file
+    from envace_jax.config_file import read_config
     from envace_jax.datasets.sources import load_tasks
     from envace_jax.rehearsal.rollout import rollout, warm_up_control
     from envace_jax.rehearsal.settings import RolloutConfig
     from envace_jax.rewards.judge import RuleJudge
 
-    cfg = load_file(str(HERE.parent / "configs" / "quickstart.py")).get_config()
+    cfg = read_config(str(HERE.parent / "configs" / "quickstart.py"))
     cfg.rollout.context, cfg.rollout.slots = "stream", slots
     tasks, _ = load_tasks(cfg.data)
     chat = chat_format(cfg)

@@ -20,8 +20,9 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from envace_jax import __version__
-from envace_jax.config import UserError, apply_preset, default_config, flat, set_key, unknown_key, validate
-from envace_jax.config_file import load_file
+from envace_jax.config import UserError, apply_preset, default_config, flat, set_key, unknown_key
+from envace_jax.config_checks import validate
+from envace_jax.config_file import read_config
 
 Arguments = Callable[[argparse.ArgumentParser], None]
 
@@ -32,7 +33,7 @@ class Command:
 
     The function gets (cfg, args) where `config` is true, else (args,); what it returns is the exit status
     (None is 0). `arguments` names a function that adds options to the parser, in the same module. `device` sets jax up
-    (versions, compilation cache) before the function is called.
+    (versions, compilation cache) before the function is called. `dry_run` says that it can check all and start nothing.
     """
 
     target: str
@@ -40,11 +41,14 @@ class Command:
     config: bool = True
     arguments: str = ""
     device: bool = True
+    dry_run: bool = False
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("envace_jax.learning.trainer:run_train", "train a policy (role-wise GRPO)"),
-    "warmstart": Command("envace_jax.learning.warmstart:run_warmstart", "train both roles on recorded conversations"),
+    "train": Command("envace_jax.learning.trainer:run_train", "train a policy (role-wise GRPO)", dry_run=True),
+    "warmstart": Command(
+        "envace_jax.learning.warmstart:run_warmstart", "train both roles on recorded conversations", dry_run=True
+    ),
     "rollout": Command(
         "envace_jax.rehearsal.command:run_rollout", "roll tasks out and write the trajectories", True, "add_arguments"
     ),
@@ -89,19 +93,20 @@ COMMANDS: dict[str, Command] = {
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Default tree, then the file, then a preset named on the command line, then the other overrides.
+    """The tree of a file and a command line, each over what comes before it: defaults, a preset that the file names,
+    the file's values, a preset that the command line names (instead of the file's), the command line's values.
 
     `overrides` are `--config.a.b=value` strings; values are read by the type of the default.
     """
-    cfg = load_file(path).get_config() if path else default_config()
     given = dict(_split(o) for o in overrides)
-    if "preset" in given:
-        set_key(cfg, "preset", given["preset"])
+    preset = given.get("preset")
+    cfg = read_config(path, None if preset is None else "default") if path else default_config()
+    if preset is not None:
+        set_key(cfg, "preset", preset)
         cfg = apply_preset(cfg)
     known = {name for name, _ in flat(cfg)}
-    for key in given:
-        if key not in known:
-            raise unknown_key(cfg, key)
+    if unknown := [str(unknown_key(cfg, key)) for key in given if key not in known]:
+        raise UserError("\n  ".join(unknown))
     values = flags.FlagValues()
     argv = ["envace_jax", *overrides]
     config_flags.DEFINE_config_dict("config", cfg, flag_values=values, sys_argv=argv)
@@ -119,7 +124,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> ConfigDict:
 def _split(override: str) -> tuple[str, str]:
     key, equals, value = override.removeprefix("--config.").partition("=")
     if not equals:
-        raise UserError(f"{override}: write --config.{key}=VALUE")
+        raise UserError(f"{override}: a value stands after '=', without a space: --config.{key}=VALUE")
     return key, value
 
 
@@ -134,6 +139,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"envace_jax {name}", description=command.help, epilog=epilog)
     if command.config:
         parser.add_argument("--config", metavar="FILE", help="configuration file (configs/*.py)")
+    if command.dry_run:
         parser.add_argument("--dry_run", action="store_true", help="check everything, estimate, start nothing")
     if command.arguments:
         module = importlib.import_module(command.target.partition(":")[0])
@@ -161,13 +167,19 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"command '{name}' is unknown; expected one of {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     overrides = [a for a in rest if a.startswith("--config.")]
-    args = build_parser(name).parse_args([a for a in rest if not a.startswith("--config.")])
     if not command.config and overrides:
         raise UserError(f"{overrides[0]}: '{name}' takes no configuration")
+    for override in overrides:
+        _split(override)  # before the parser meets a value that stands apart
+    args = build_parser(name).parse_args([a for a in rest if not a.startswith("--config.")])
     call: list[Any] = [args]
     if command.config:
         cfg = load_config(args.config, overrides)
-        cfg.dry_run = cfg.dry_run or args.dry_run
+        if command.dry_run:
+            cfg.dry_run = cfg.dry_run or args.dry_run
+        elif cfg.dry_run:
+            able = " and ".join(n for n, c in COMMANDS.items() if c.dry_run)
+            raise UserError(f"dry_run=True: '{name}' has no dry run; {able} have")
         validate(cfg)
         call = [cfg, args]
     if command.device:
@@ -197,3 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 141
+    except OSError as e:  # a disk, a permission, an address: nothing that a traceback would explain
+        place = ", ".join(str(name) for name in (e.filename, e.filename2) if name is not None)
+        print(f"envace_jax: {f'{place}: ' if place else ''}{e.strerror or e or type(e).__name__}", file=sys.stderr)
+        return 2

@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 
 from envace_jax import cli
-from envace_jax.config import (
-    CHECKS,
-    UserError,
-    apply_preset,
-    default_config,
-    flat,
-    problems,
-    set_key,
-    validate,
-)
+from envace_jax.config import UserError, apply_preset, default_config, flat, set_key
+from envace_jax.config_checks import CHECKS, UNCHECKED, problems, validate
 
 pytestmark = pytest.mark.quick
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.py"))
@@ -30,6 +22,61 @@ def test_the_default_holds_and_every_check_names_a_key() -> None:
     cfg = default_config()
     assert problems(cfg) == []
     assert set(CHECKS) <= {name for name, _ in flat(cfg)}
+
+
+def test_every_key_that_is_no_switch_is_checked_or_named_as_free() -> None:
+    leaves = {name for name, value in flat(default_config()) if not isinstance(value, bool)}
+    assert leaves == set(CHECKS) | set(UNCHECKED) and not set(CHECKS) & set(UNCHECKED)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("learning.lr", ("inf", "nan", "-1")),
+        ("learning.beta1", ("7", "1", "-0.1")),
+        ("learning.beta2", ("1.0",)),
+        ("learning.entropy_coef", ("-1",)),
+        ("evaluation.samples", ("0",)),
+        ("evaluation.top_p", ("0", "1.1")),
+        ("warmstart.batch_rows", ("0",)),
+        ("warmstart.lr", ("-1", "inf")),
+        ("warmstart.tasks", ("-4",)),
+        ("profile_steps", ("abc", "5-3", "0")),
+        ("model.size", ("17b", "")),
+        ("plan.topology", ("v5p:2x2", "v5p", "h100:0")),
+        ("rollout.top_p", ("0",)),
+        ("rewards.policy.top_p", ("0", "2")),
+        ("rewards.policy.temperature", ("-1", "inf")),
+        ("rewards.policy.max_tokens", ("0",)),
+        ("rewards.endpoint.temperature", ("nan",)),
+        ("rewards.endpoint.base_url", ("judge.local", "https://")),
+        ("rewards.endpoint.api_key_env", ("", "sk-123")),
+        ("rollout.simulator.top_p", ("0",)),
+        ("rollout.simulator.requests_per_minute", ("-1",)),
+        ("rollout.simulator.tokens_per_minute", ("-1",)),
+        ("data.source", ("quickstart+quickstart", "", "bfcl+bfcl+tau2")),
+        ("preset", ("none",)),
+    ],
+)
+def test_values_that_cannot_be_meant(key: str, values: tuple[str, ...]) -> None:
+    kind = type(dict(flat(default_config()))[key])
+    for value in values:
+        cfg = default_config()
+        set_key(cfg, key, kind(value))
+        assert any(p.startswith(f"{key}=") and "expected" in p for p in problems(cfg)), value
+
+
+def test_none_is_no_value() -> None:
+    cfg = default_config()
+    cfg.model.path = None
+    cfg.learning.steps = None
+    assert {p.partition("=")[0] for p in problems(cfg)} == {"model.path", "learning.steps"}
+
+
+def test_missing_files_show_beside_wrong_values() -> None:
+    cfg = default_config()
+    cfg.model.path, cfg.learning.lr, cfg.rollout.grounding = "/nowhere", -1.0, "worldbook"
+    assert {p.partition("=")[0] for p in problems(cfg)} == {"model.path", "learning.lr", "rollout.worldbook"}
 
 
 @pytest.mark.parametrize("key", CHECKS)
@@ -58,6 +105,12 @@ def test_all_problems_come_in_one_message() -> None:
         ({"rollout.control": "device"}, "needs 'stream'"),
         ({"rollout.grounding": "worldbook"}, "needs a worldbook folder"),
         ({"rewards.judge": "endpoint"}, "needs the judge's address"),
+        (
+            {"rewards.judge": "endpoint", "rewards.endpoint.base_url": "http://x"},
+            "rewards.endpoint.model='': rewards.judge=endpoint needs the name of a model",
+        ),
+        ({"learning.arm": "act_only_endpoint"}, "rollout.simulator.base_url='': "),
+        ({"learning.arm": "act_only_endpoint"}, "rollout.simulator.model='': "),
         ({"rewards.judge": "policy"}, "needs a model folder"),
         ({"learning.row_tokens": 100}, "the longest ledger"),
     ],
@@ -143,6 +196,37 @@ def test_mistakes_are_one_message_and_status_2(capsys: pytest.CaptureFixture) ->
         err = capsys.readouterr().err
         assert err.startswith("envace_jax: ") and "Traceback" not in err and len(err.splitlines()) <= 3
     assert cli.main([]) == 2
+
+
+def test_all_unknown_keys_of_a_command_line_are_named() -> None:
+    with pytest.raises(UserError) as e:
+        cli.load_config(None, ["--config.learning.lrr=1", "--config.seed=2", "--config.zzzzzzz=3"])
+    assert "'learning.lrr' is unknown; did you mean 'learning.lr'?" in str(e.value)
+    assert "'zzzzzzz' is unknown; `envace_jax config` lists the keys" in str(e.value)
+
+
+def test_a_value_that_stands_apart_is_told_how_to_stand(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["train", "--config.learning.lr", "1e-6"]) == 2
+    assert "--config.learning.lr=VALUE" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_offered_where_there_is_one(capsys: pytest.CaptureFixture) -> None:
+    able = {name for name, command in cli.COMMANDS.items() if "--dry_run" in cli.build_parser(name).format_help()}
+    assert able == {"train", "warmstart"}
+    assert cli.main(["rollout", "--out", "x", "--config.dry_run=true"]) == 2
+    assert "'rollout' has no dry run; train and warmstart have" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as e:
+        cli.main(["show", "0", "--dry_run"])
+    assert e.value.code == 2
+
+
+def test_a_disk_that_refuses_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied", "/there/out")
+
+    monkeypatch.setattr(cli, "run_config", refuse)
+    assert cli.main(["config"]) == 2
+    assert capsys.readouterr().err == "envace_jax: /there/out: Permission denied\n"
 
 
 def test_mistakes_are_found_without_importing_jax() -> None:

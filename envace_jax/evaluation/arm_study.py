@@ -138,7 +138,8 @@ def _check(study: ArmStudy, path: Path) -> None:
 def arm_config(study: ArmStudy, arm: str, seed: int, folder: Path, simulator: str = "") -> ConfigDict:
     """The configuration of one run: the arm's own, its seed and folder, and nothing measured on the way."""
     from envace_jax.cli import load_config
-    from envace_jax.config import set_key, validate
+    from envace_jax.config import set_key
+    from envace_jax.config_checks import validate
 
     cfg = load_config(study.configs.format(arm=arm))
     values: dict[str, Any] = {

@@ -97,6 +97,13 @@ def _between(body: Mapping[str, Any], name: str, low: float, high: float, defaul
     return value
 
 
+def _top_p(body: Mapping[str, Any], default: float) -> float:
+    value = _between(body, "top_p", 0, 1, default, (int, float))
+    if value == 0:
+        raise BadRequest("'top_p' must lie above 0, up to 1 (for the likeliest token always: temperature 0)", "top_p")
+    return value
+
+
 def read_sampling(body: Mapping[str, Any], defaults: Sampling = Sampling()) -> Sampling:
     """The sampling fields of a body; NaN, wrong types and values out of range raise `BadRequest`."""
     stop = body.get("stop")
@@ -116,7 +123,7 @@ def read_sampling(body: Mapping[str, Any], defaults: Sampling = Sampling()) -> S
     seed = _typed(body, "seed", (int,), None)
     return Sampling(
         temperature=_between(body, "temperature", 0, 5, defaults.temperature, (int, float)),
-        top_p=_between(body, "top_p", 0, 1, defaults.top_p, (int, float)),
+        top_p=_top_p(body, defaults.top_p),
         top_k=max(0, _between(body, "top_k", -1, 1 << 20, defaults.top_k, (int,))),
         max_tokens=limit,
         seed=None if seed is None else seed & 0xFFFFFFFF,

@@ -339,12 +339,12 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
 def _rehearse_systems(config: str, book: Worldbook) -> list[tuple[str, Harness]]:
     """REHEARSE of a configuration's policy alone, with the worldbook's brief, and behind its rules."""
     from envace_jax.build import chat_format, load_model, make_engine, mesh_for
-    from envace_jax.config_file import load_file
+    from envace_jax.config_file import read_config
     from envace_jax.evaluation.rehearse_agent import RehearseAgent
     from envace_jax.rehearsal.settings import RolloutConfig
     from envace_jax.worldbook.grounding import WorldbookGrounding
 
-    cfg = load_file(config).get_config()
+    cfg = read_config(config)
     chat = chat_format(cfg)
     spec, params = load_model(cfg, chat, mesh_for(cfg))
     engine, episode = make_engine(cfg, spec, params), RolloutConfig.from_config(cfg).episode

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from envace_jax import cli
-from envace_jax.config import ARMS, UserError, flat
+from envace_jax.config import UserError, flat
+from envace_jax.config_checks import ARMS
 from envace_jax.config_file import load_module
 from envace_jax.evaluation import arm_study
 from envace_jax.evaluation.arm_study import analyse, arm_config, by_task, table, together, write_page

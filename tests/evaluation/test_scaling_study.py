@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from envace_jax.cli import load_config
-from envace_jax.config import problems
+from envace_jax.config_checks import problems
 from envace_jax.config_file import load_module
 
 pytestmark = pytest.mark.quick

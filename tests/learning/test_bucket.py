@@ -8,7 +8,8 @@ import pytest
 from learning_common import tiny_config
 
 import envace_jax.learning.bucket as bucket_module
-from envace_jax.config import UserError, problems
+from envace_jax.config import UserError
+from envace_jax.config_checks import problems
 from envace_jax.learning.bucket import checkpoint_place, place, pull, push
 from envace_jax.learning.checkpoint import Checkpoints, write_manifest
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from learning_common import FakeSegment, FakeTrajectory
 
-from envace_jax.config import default_config, problems
+from envace_jax.config import default_config
+from envace_jax.config_checks import problems
 from envace_jax.learning.advantage import output_advantages, role_advantages
 from envace_jax.learning.packing import train_rows
 from envace_jax.learning.shaping import Shaping, additions, outputs

@@ -131,7 +131,7 @@ def test_every_configuration_of_record_can_be_planned():
     """Formulas alone: layouts divide, microbatches come out whole."""
     from pathlib import Path
 
-    from envace_jax.config import validate
+    from envace_jax.config_checks import validate
 
     files = sorted(Path(__file__).parents[2].glob("configs/qwen3_*.py"))
     assert len(files) == 10

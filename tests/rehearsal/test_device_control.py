@@ -128,10 +128,10 @@ def test_what_the_device_cannot_do_is_refused():
 def test_quickstart_episodes_are_those_of_host_control():
     """The embedded model, whose calls are mostly sound: most of what it says comes from the device."""
     from envace_jax.build import chat_format, load_model, make_engine
-    from envace_jax.config_file import load_file
+    from envace_jax.config_file import read_config
     from envace_jax.datasets.sources import load_tasks
 
-    cfg = load_file("configs/quickstart.py").get_config()
+    cfg = read_config("configs/quickstart.py")
     cfg.rollout.context, cfg.rollout.slots = "stream", 8
     tasks, _ = load_tasks(cfg.data)
     chat = chat_format(cfg)

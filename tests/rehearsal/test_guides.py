@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envace_jax.config import UserError, default_config, problems
+from envace_jax.config import UserError, default_config
+from envace_jax.config_checks import problems
 from envace_jax.datasets.quickstart.generator import generate_tasks
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.scripted import ScriptedEngine
