@@ -26,59 +26,57 @@ def read_config(path: str, preset: str | None = None) -> ConfigDict:
     Raises `UserError`: the file is not there or fails, a key is unknown or has a value of the wrong type, or what comes
     back is not the whole tree.
     """
-    module = load_module(path, "get_config")
     with based_on(preset or "default"):
-        cfg = _get_config(path, module)
+        cfg = _get_config(path)
     if preset is None and cfg.preset != "default":
         with based_on(cfg.preset):
-            cfg = _get_config(path, module)
+            cfg = _get_config(path)
     return cfg
 
 
 def start_from(this_file: str, other: str) -> ConfigDict:
     """The tree of another configuration file, named relative to `this_file` (pass `__file__`)."""
-    path = str((Path(this_file).parent / other).resolve())
-    return _get_config(path, load_module(path, "get_config"))
+    return _get_config(str((Path(this_file).parent / other).resolve()))
+
+
+def value_of(path: str, function: str) -> Any:
+    """Imports a Python file and calls its `function`; whatever goes wrong is a `UserError` with the file's name."""
+    try:
+        return getattr(load_module(path, function), function)()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise _refused(path, e) from e
 
 
 def load_module(path: str, function: str) -> ModuleType:
-    """Imports a Python file that must define `function`; raises `UserError` when it cannot."""
+    """Imports a Python file that must define `function`; raises `UserError` when it does not."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"--config {path}: no such file; configs/ holds examples")
+        raise UserError(f"{path}: no such file; configs/ holds examples")
     spec = importlib.util.spec_from_file_location(f"envace_config_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise UserError(f"--config {path}: not a Python file")
+        raise UserError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as e:
-        raise _refused(path, e) from e
+    spec.loader.exec_module(module)
     if not callable(getattr(module, function, None)):
-        raise UserError(f"--config {path}: defines no {function}()")
+        raise UserError(f"{path}: defines no {function}()")
     return module
 
 
-def _get_config(path: str, module: ModuleType) -> ConfigDict:
-    try:
-        cfg = module.get_config()
-    except UserError:
-        raise
-    except (Exception, SystemExit) as e:
-        raise _refused(path, e) from e
+def _get_config(path: str) -> ConfigDict:
+    cfg = value_of(path, "get_config")
     if not isinstance(cfg, ConfigDict):
         raise UserError(
-            f"--config {path}: get_config() returned {type(cfg).__name__}; expected the tree of default_config()"
+            f"{path}: get_config() returned {type(cfg).__name__}; expected the tree of default_config()"
         )
     names, known = ({name for name, _ in flat(tree)} for tree in (cfg, default_config()))
     if names != known:
         lines = [str(unknown_key(default_config(), name)) for name in sorted(names - known)]
         lines += [f"config key '{name}' is missing" for name in sorted(known - names)]
         more = [f"(and {len(lines) - 5} more)"] if len(lines) > 5 else []
-        raise UserError(f"--config {path}: " + "; ".join(lines[:5] + more))
+        raise UserError(f"{path}: " + "; ".join(lines[:5] + more))
     return cfg
 
 
@@ -86,9 +84,9 @@ def _refused(path: str, error: BaseException) -> UserError:
     """What went wrong in a file: by the key's full name where one was set or read, else as Python says it."""
     frames, file = list(traceback.walk_tb(error.__traceback__)), Path(path).absolute()
     lines = [number for frame, number in frames if Path(frame.f_code.co_filename).absolute() == file]
-    where = f"--config {path}" + (f", line {lines[-1]}" if lines else "")
+    where = f"{path}" + (f", line {lines[-1]}" if lines else "")
     if isinstance(error, SystemExit):
-        return UserError(f"{where}: the file ended the program (sys.exit); expected a get_config() that returns")
+        return UserError(f"{where}: the file ended the program (sys.exit)")
     key, value = _key_of([frame for frame, _ in frames])
     if key and isinstance(error, AttributeError | KeyError):
         return UserError(f"{where}: {unknown_key(default_config(), key)}")

@@ -98,3 +98,15 @@ def test_a_preset_that_is_none_is_refused_wherever_it_stands(tmp_path: Path) -> 
     for path, overrides in ((write(tmp_path, "c.preset = 'papper'", "return c"), []), (None, ["--config.preset=pap"])):
         with pytest.raises(UserError, match="preset='pap.*expected one of default, paper, reference_code"):
             cli.load_config(path, overrides)
+
+
+def test_a_study_file_is_read_with_the_same_care(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "study.py"
+    for text, expected in (
+        ("def get_study():\n    return {}['x']\n", "line 2: KeyError: 'x'"),
+        ("def get_study():\n    return 3\n", "returned int; expected an ArmStudy"),
+        ("x = 1\n", "defines no get_study()"),
+    ):
+        path.write_text(text)
+        assert cli.main(["study", str(path), "--out", str(tmp_path / "out")]) == 2
+        assert expected in capsys.readouterr().err

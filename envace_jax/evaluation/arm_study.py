@@ -28,7 +28,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
-from envace_jax.config_file import load_module
+from envace_jax.config_file import value_of
 from envace_jax.evaluation.stats import (
     Interval,
     detectable,
@@ -36,6 +36,7 @@ from envace_jax.evaluation.stats import (
     two_level_bootstrap,
     two_level_difference,
 )
+from envace_jax.options import whole
 
 SEED = 20_011
 """Seed of the final evaluation's samples, the same for all runs."""
@@ -77,15 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and results (resumable)")
     parser.add_argument("--page", type=Path, help="page to write (default: the study's own)")
     parser.add_argument("--arms", default="", help="only these arms, comma-separated")
-    parser.add_argument("--seeds", type=int, default=0, help="at most so many seeds an arm")
-    parser.add_argument("--tasks", type=int, default=0, help="held-out tasks of the final evaluation")
-    parser.add_argument("--steps", type=int, default=0, help="training steps")
+    parser.add_argument("--seeds", type=whole(0), default=0, help="at most so many seeds an arm")
+    parser.add_argument("--tasks", type=whole(0), default=0, help="held-out tasks of the final evaluation")
+    parser.add_argument("--steps", type=whole(0), default=0, help="training steps")
     parser.add_argument("--report", action="store_true", help="train nothing: write the page from what is there")
 
 
 def run_study(args: argparse.Namespace) -> int:
     """Makes the runs that are missing, then the page."""
-    study = _narrowed(load_module(args.study, "get_study").get_study(), args)
+    study = value_of(args.study, "get_study")
+    if not isinstance(study, ArmStudy):
+        raise UserError(f"{args.study}: get_study() returned {type(study).__name__}; expected an ArmStudy")
+    study = _narrowed(study, args)
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.report:
         from envace_jax.datasets.quickstart.generator import generate_tasks

@@ -26,6 +26,7 @@ from envace_jax.datasets.records import Task
 from envace_jax.evaluation.benchmarks import BENCHMARKS, Benchmark
 from envace_jax.evaluation.clients import CLIENTS, instructions
 from envace_jax.evaluation.results import Header, Result, ResultFile, digest, read_results, table, versions
+from envace_jax.options import whole
 from envace_jax.test_time.plan import NAMES, Plan, read_plan
 
 WHAT = (*BENCHMARKS, "fidelity", "finmcp", "bfcl-average", "nl-assertions", *CLIENTS, "compare")
@@ -41,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="result file (default: RUN_DIR/evaluation/BENCHMARK.jsonl)")
     parser.add_argument("--split", choices=("heldout", "train", "all"), default="heldout")
     parser.add_argument("--category", action="append", default=[], help="only this part of the benchmark (repeatable)")
-    parser.add_argument("--tasks", type=int, default=0, help="at most so many tasks, evenly over all of them; 0: all")
-    parser.add_argument("--trials", type=int, default=0, help="runs a task (default: evaluation.samples)")
+    parser.add_argument("--tasks", type=whole(0), default=0, help="at most so many, evenly over all of them; 0: all")
+    parser.add_argument("--trials", type=whole(0), default=0, help="runs a task (default: evaluation.samples)")
     parser.add_argument("--test_time", default="none", metavar="METHOD", help=NAMES)
     parser.add_argument(
         "--match", type=Path, metavar="RESULT", help="best-N, vote-N: spend this result's tokens a task"
     )
-    parser.add_argument("--memory_tokens", type=int, default=512, help="budget of the rehearsal memory")
+    parser.add_argument("--memory_tokens", type=whole(1), default=512, help="budget of the rehearsal memory")
     parser.add_argument("--rehearse_user", action="store_true", help="rehearsals imagine the user's next messages too")
     parser.add_argument("--rehearser", metavar="DIR", help="another model rehearses: a folder of the same shape")
     parser.add_argument("--user_url", default="", help="tau2: endpoint of the user simulator (default: scripted solo)")
@@ -58,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_evaluate(cfg: ConfigDict, args: argparse.Namespace) -> None:
-    if args.tasks < 0 or args.trials < 0:
-        raise UserError("--tasks and --trials: expected a number of at least 0")
     if args.what in BENCHMARKS:
         _benchmark(cfg, args, BENCHMARKS[args.what])
     elif args.what == "fidelity":

@@ -15,6 +15,7 @@ from envace_jax.model import hub
 from envace_jax.model.card import CardFacts
 from envace_jax.model.hf_folder import Progress, verify_folder
 from envace_jax.model.safetensors_io import DTYPES
+from envace_jax.options import number, whole
 
 DTYPE_OPTION = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 BENCHMARKS = {"bfcl": "BFCL multi-turn", "tau2": "tau2-bench airline and retail"}
@@ -48,21 +49,15 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shard_gb", type=float, default=5.0, help="size limit of one weight file (default 5)")
+    parser.add_argument("--shard_gb", type=number(0.001, 1000), default=5.0, help="limit of a weight file (default 5)")
     parser.add_argument("--overwrite", action="store_true", help="replace the folder once the new one is whole")
-
-
-def shard_bytes(args: argparse.Namespace) -> int:
-    if not 0.001 <= args.shard_gb <= 1000:
-        raise UserError(f"--shard_gb {args.shard_gb}: expected 0.001 to 1000")
-    return int(args.shard_gb * 1e9)
 
 
 def run_import(args: argparse.Namespace) -> None:
     """Copies a checkpoint into a checked folder that `model.path` can name: complete, in one dtype, checksummed."""
     from envace_jax.model.hf import import_folder
 
-    limit = shard_bytes(args)
+    limit = int(args.shard_gb * 1e9)
     source = hub.download(args.source, args.revision) if hub.is_repo_id(args.source) else Path(args.source)
     with progress_bar() as progress:
         folder = import_folder(
@@ -80,7 +75,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="folder of a run")
     parser.add_argument("out", type=Path, help="folder to write")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="checkpoint to export (default: the newest whole one)")
+    which.add_argument("--step", type=whole(0), help="checkpoint to export (default: the newest whole one)")
     which.add_argument("--best", action="store_true", help="export the step that checkpoint.best kept")
     parser.add_argument("--set", default="policy", dest="name", help="parameter set of an arm with several")
     parser.add_argument("--dtype", choices=sorted(DTYPE_OPTION), default="bfloat16", help="dtype of the weights")
@@ -111,7 +106,7 @@ def run_export(args: argparse.Namespace) -> None:
     from envace_jax.model.spec import Qwen3Spec
     from envace_jax.text.build import chat_format
 
-    limit = shard_bytes(args)
+    limit = int(args.shard_gb * 1e9)
     values = _read_json(args.run_dir / "config.json")
     if not values:
         raise UserError(f"{args.run_dir}: no config.json there; expected the folder of a run")

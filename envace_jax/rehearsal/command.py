@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for
 from envace_jax.config import UserError
 from envace_jax.datasets.sources import load_tasks
+from envace_jax.options import whole
 from envace_jax.rehearsal.grounding import make_grounding
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.settings import RolloutConfig
@@ -19,7 +20,7 @@ from envace_jax.rehearsal.trajectory import TrajectoryWriter
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="file for the trajectories (JSON lines, new)")
-    parser.add_argument("--tasks", type=int, default=16, help="how many held-out tasks")
+    parser.add_argument("--tasks", type=whole(1), default=16, help="how many held-out tasks")
     parser.add_argument("--train_split", action="store_true", help="training tasks instead of held-out ones")
 
 

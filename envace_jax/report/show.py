@@ -21,6 +21,7 @@ from envace_jax.datasets.sources import load_tasks
 from envace_jax.learning.arms import make_arm
 from envace_jax.learning.packing import train_rows
 from envace_jax.learning.trainer import credit
+from envace_jax.options import whole
 from envace_jax.rehearsal.grounding import make_grounding
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import demonstrate
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", help="a task's uuid, or its number in the training split (from 0)")
     parser.add_argument("--held_out", action="store_true", help="number in the held-out split")
     parser.add_argument("--trajectories", type=Path, metavar="FILE", help="show what a run sampled (JSON lines)")
-    parser.add_argument("--member", type=int, default=0, help="which trajectory of the group")
-    parser.add_argument("--step", type=int, help="of which training step, from 0 (default: the task's last)")
+    parser.add_argument("--member", type=whole(0), default=0, help="which trajectory of the group")
+    parser.add_argument("--step", type=whole(0), help="of which training step, from 0 (default: the task's last)")
     parser.add_argument("--tokens", action="store_true", help="the table of every token (else the text of each row)")
 
 

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from envace_jax.build import chat_format, load_model, longest_row, make_engine, mesh_for
 from envace_jax.config import UserError
+from envace_jax.options import number, whole
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.serving.app import Server, ServerSettings
 from envace_jax.serving.generate import Generator
@@ -26,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the model's name on the wire (default: the folder's)")
     parser.add_argument("--alias", action="append", default=[], help="a further name for it (repeatable)")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; anything but loopback needs a key")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=whole(0, 65535), default=8000)
     parser.add_argument("--api_key_env", default="ENVACE_API_KEY", help="environment variable that holds the key")
-    parser.add_argument("--max_requests", type=int, default=256, help="open requests before 429")
-    parser.add_argument("--max_new_tokens", type=int, default=1024, help="where a request names no limit")
-    parser.add_argument("--time_limit", type=float, default=600.0, help="seconds one request may take")
-    parser.add_argument("--max_body_mb", type=float, default=8.0)
-    parser.add_argument("--drain", type=float, default=25.0, help="seconds that open requests get at shutdown")
+    parser.add_argument("--max_requests", type=whole(1), default=256, help="open requests before 429")
+    parser.add_argument("--max_new_tokens", type=whole(1), default=1024, help="where a request names no limit")
+    parser.add_argument("--time_limit", type=number(0.001), default=600.0, help="seconds one request may take")
+    parser.add_argument("--max_body_mb", type=number(0.001), default=8.0)
+    parser.add_argument("--drain", type=number(0), default=25.0, help="seconds that open requests get at shutdown")
 
 
 def build_server(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Server, EngineLoop]:
@@ -78,8 +79,8 @@ def run_serve(cfg: ConfigDict, args: argparse.Namespace) -> None:
     )
     # uvicorn stops at these signals and then raises them once more, for whoever started it. That is us, and there are
     # requests to drain and an exit status to give.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop, lambda *_: None)
     try:
         uvicorn.Server(config).run()
     finally:

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
 from envace_jax.environments import Environment, make_environment
+from envace_jax.options import whole
 from envace_jax.rehearsal.episode import EpisodeState, Setting
 from envace_jax.rehearsal.flow import Voice, real_run, rehearsal, run_flows
 from envace_jax.rehearsal.grounding import Grounding, NoGrounding, make_grounding
@@ -29,7 +30,7 @@ HELP = "your message, or /quit; an empty line takes the task's own next message"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--task", type=int, default=0, help="number of the held-out task whose tools and world it is")
+    parser.add_argument("--task", type=whole(0), default=0, help="number of the held-out task whose world it is")
     parser.add_argument("--real", action="store_true", help="the task's real environment answers, not the policy")
     parser.add_argument(
         "--mcp",

@@ -13,6 +13,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.traces import read_traces
+from envace_jax.options import number, whole
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.baselines import CONTENT, SYSTEMS, CopyingCompleter, SystemConfig, make_system
 from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
@@ -42,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--form", default=None, help="format of the traces, where it cannot be told from the records")
     build.add_argument("--on_bad", default="stop", choices=("stop", "skip"), help="a bad trace stops, or is skipped")
     build.add_argument("--domain", default="", help="file with a description of the environment")
-    build.add_argument("--folds", type=int, default=3, help="folds of the replay that confidence comes from")
+    build.add_argument("--folds", type=whole(0), default=3, help="folds of the replay that confidence comes from")
     build.add_argument("--no_symbolic", action="store_true", help="without the deterministic rule inducer")
-    build.add_argument("--max_calls", type=int, default=100_000, help="model calls after which the build stops")
-    build.add_argument("--max_cost", type=float, default=0.0, help="cost after which it stops (0: no limit)")
-    build.add_argument("--parallel", type=int, default=8, help="model calls at a time")
-    build.add_argument("--price", type=float, nargs=2, default=(0.0, 0.0), metavar=("IN", "OUT"),
+    build.add_argument("--max_calls", type=whole(0), default=100_000, help="model calls after which the build stops")
+    build.add_argument("--max_cost", type=number(0), default=0.0, help="cost after which it stops (0: no limit)")
+    build.add_argument("--parallel", type=whole(1), default=8, help="model calls at a time")
+    build.add_argument("--price", type=number(0), nargs=2, default=(0.0, 0.0), metavar=("IN", "OUT"),
                        help="price of a million prompt and completion tokens")  # fmt: skip
     _add_model(build)
 
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("worldbook")
     again.add_argument("--traces", nargs="+", required=True)
     again.add_argument("--form", default=None)
-    again.add_argument("--floor", type=float, default=FAST_PATH_CONFIDENCE, help="confidence from which rules answer")
+    again.add_argument("--floor", type=number(0), default=FAST_PATH_CONFIDENCE, help="confidence from which rules act")
     again.add_argument("--no_state", action="store_true", help="without the explicit initial states")
     again.add_argument("--promote", default="", help="write a validated worldbook there if all cases pass")
 
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["json_equal", "outcome"],
         help="scores to show: answered, exact, normalised, json_equal, leaf_f1, word_f1, outcome",
     )
-    versus.add_argument("--limit", type=int, default=0, help="at most so many rows, spread over all (0: all)")
+    versus.add_argument("--limit", type=whole(0), default=0, help="at most so many rows, spread over all (0: all)")
     versus.add_argument("--content", default="full", choices=sorted(CONTENT), help="ablation: tier of the worldbook")
     versus.add_argument("--single_shot", action="store_true", help="ablation: no tool loop")
     versus.add_argument("--no_state", action="store_true", help="ablation: no tracked state and no rules")
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="a configuration whose policy's REHEARSE answers as well, without and with the brief",
     )
-    versus.add_argument("--resamples", type=int, default=10_000)
+    versus.add_argument("--resamples", type=whole(1), default=10_000)
     versus.add_argument("--out", default="", help="write every row's scores there as JSON lines")
     _add_model(versus)
 
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--state", default="", help="JSON file with the initial state")
     run.add_argument("--system", default="full", choices=SYSTEMS)
     run.add_argument("--single_shot", action="store_true", help="one generation a call instead of the tool loop")
-    run.add_argument("--port", type=int, default=-1, help="serve HTTP there instead (0: any free port)")
+    run.add_argument("--port", type=whole(0, 65535), default=-1, help="serve HTTP there instead (0: any free port)")
     run.add_argument("--verbose", action="store_true", help="say where each answer comes from")
     _add_model(run)
 

@@ -48,6 +48,7 @@ from envace_jax.learning.warmstart import reviews
 from envace_jax.model.hf import load_params, save_params
 from envace_jax.model.qwen3 import Params, init_params
 from envace_jax.model.spec import Qwen3Spec
+from envace_jax.options import number, whole
 from envace_jax.rehearsal.ledger import Row
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import teacher_rows
@@ -255,20 +256,18 @@ def main() -> None:
     parser.add_argument("--out", default=str(HOME / "model"), help="folder to write (default: %(default)s)")
     parser.add_argument("--careful", help="folder for the model of the careful phase (default: not kept)")
     parser.add_argument("--start", help="folder of a quickstart model to go on from (default: random parameters)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument(
         "--reviews",
-        type=float,
+        type=number(0, 1),
         default=0.0,
         help="share of tasks that also teach self-evaluation and memory (default: 0)",
     )
-    parser.add_argument("--eval_tasks", type=int, default=200)
+    parser.add_argument("--eval_tasks", type=whole(1), default=200)
     for phase in PHASES:
         help_text = f"steps of this phase (default {phase.steps})"
-        parser.add_argument(f"--{phase.name}_steps", type=int, default=phase.steps, help=help_text)
+        parser.add_argument(f"--{phase.name}_steps", type=whole(0), default=phase.steps, help=help_text)
     args = parser.parse_args()
-    if not 0.0 <= args.reviews <= 1.0:
-        parser.error(f"--reviews {args.reviews}: expected a share between 0 and 1")
     phases = [
         replace(
             phase,

@@ -1,0 +1,41 @@
+"""Numbers on the command line: types for `argparse` that say what was expected."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Reads a whole number of at least `low` (and at most `high`)."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"expected a whole number {_bounds(low, high)}, not '{text}'")
+        return value
+
+    return read
+
+
+def number(low: float, high: float | None = None) -> Callable[[str], float]:
+    """Reads a finite number of at least `low` (and at most `high`)."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"expected a number {_bounds(low, high)}, not '{text}'")
+        return value
+
+    return read
+
+
+def _bounds(low: float, high: float | None) -> str:
+    return f"of at least {low}" if high is None else f"from {low} to {high}"
