@@ -1,9 +1,10 @@
 """Checkpoints: written by Orbax in the background, verified by a digest manifest of our own.
 
 Orbax makes a save atomic but holds no checksum that is checked when data is read.  So when a save has been committed,
-every file of it is hashed and the digests are written beside it (`step_00000050.sha256`, made whole by a rename); a
-step counts only with its manifest, and only while every file still has its digest.  Restore takes the newest such
-step, and says which newer ones it passed over and why.  Older steps go when a newer one is whole.
+its arrays are read back and compared with what was in memory, every file of it is hashed, and the digests are written
+beside it (`step_00000050.sha256`, made whole by a rename); a step counts only with its manifest, and only while every
+file still has its digest.  Restore takes the newest such step, and says which newer ones it passed over and why.
+Older steps go when a newer one is whole.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import orbax.checkpoint as ocp
 
 from envace_jax.config import UserError
 from envace_jax.faults import point
+from envace_jax.learning import readback
 from envace_jax.learning.bucket import place
 
 _log = logging.getLogger(__name__)
@@ -164,13 +166,19 @@ class Checkpoints:
         if self._main and path.exists():
             _remove(path)  # left without a manifest by a killed process
         saver = self._checkpointer()
+        check = None
+        if jax.process_count() == 1:
+            check = jax.tree.map(ocp.utils.to_shape_dtype_struct, state), readback.memory_sums(state)
         saver.save(path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)))
-        self._after = threading.Thread(target=self._finish, args=(step, saver, score), name="checkpoint", daemon=False)
+        after = (step, saver, check, score)
+        self._after = threading.Thread(target=self._finish, args=after, name="checkpoint", daemon=False)
         self._after.start()
 
-    def _finish(self, step: int, saver: ocp.AsyncCheckpointer, score: float | None) -> None:
+    def _finish(self, step: int, saver: ocp.AsyncCheckpointer, check: Any, score: float | None) -> None:
         try:
             saver.wait_until_finished()
+            if check is not None and (wrong := readback.difference(self._path(step), *check)) is not None:
+                raise OSError(f"{wrong} is not on the disk as it was in memory")
             if self._main:
                 write_manifest(self._path(step), self._manifest(step))
                 self._note_score(step, score)
