@@ -133,6 +133,7 @@ def default_config() -> ConfigDict:
                 "rehearse_format_penalty": 0.0,
                 "length_penalty": 0.0,  # reached over the last fifth of an output's token limit
                 "empty_penalty": 0.0,  # for an output that says nothing
+                "contradiction_penalty": 0.0,  # for a rehearsed answer that a rule of rollout.worldbook contradicts
                 "endpoint": _endpoint(),
                 "policy": {"path": "", "temperature": 0.6, "top_p": 0.8, "max_tokens": 6000},
             },

@@ -135,6 +135,7 @@ CHECKS: dict[str, Check] = {
     "rewards.rehearse_format_penalty": at_least(0),
     "rewards.length_penalty": at_least(0),
     "rewards.empty_penalty": at_least(0),
+    "rewards.contradiction_penalty": at_least(0),
     "rewards.max_no_verdict_share": between(0, 1),
     "rewards.policy.temperature": at_least(0),
     "rewards.policy.top_p": NUCLEUS,
@@ -280,6 +281,8 @@ def _cm2(v: Mapping[str, Any]) -> Iterator[str]:
 def _worldbook(v: Mapping[str, Any]) -> Iterator[str]:
     if v["rollout.grounding"] == "worldbook" and not v["rollout.worldbook"]:
         yield "rollout.worldbook='': rollout.grounding=worldbook needs a worldbook folder"
+    if v["rewards.contradiction_penalty"] and not v["rollout.worldbook"]:
+        yield f"rewards.contradiction_penalty={v['rewards.contradiction_penalty']}: needs a folder in rollout.worldbook"
 
 
 def _device_control(v: Mapping[str, Any]) -> Iterator[str]:

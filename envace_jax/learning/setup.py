@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ from envace_jax.rehearsal.fit import within_limit
 from envace_jax.rehearsal.grounding import Grounding, make_grounding
 from envace_jax.rehearsal.rollout import warm_up_control
 from envace_jax.rehearsal.settings import RolloutConfig
-from envace_jax.rehearsal.trajectory import TrajectoryWriter
+from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
 from envace_jax.rewards.judge import Judge
+from envace_jax.worldbook.consistency import Consistency, ConsistencyWatch
+from envace_jax.worldbook.grounding import load_grounding
 
 
 @dataclasses.dataclass
@@ -47,6 +49,7 @@ class Run:
     spec: Any
     rollout: RolloutConfig
     grounding: Grounding | None
+    watch: ConsistencyWatch | None  # counts what contradicts the worldbook, where the run has one
     judge: Judge
     engine: Any
     learners: dict[str, Learner]
@@ -106,6 +109,12 @@ class Run:
         """Waits until the checkpoint under way is whole."""
         with self.processes.waits("saving"):
             self.checkpoints.wait()
+
+    def consistency(self, trajectories: Sequence[Trajectory]) -> list[Consistency]:
+        """How each trajectory's answers stand to the worldbook; nothing without one."""
+        if self.watch is None:
+            return []
+        return [Consistency(()) if t.task is None else self.watch.check(t.task, t.transcript) for t in trajectories]
 
     def hand_over(self) -> None:
         """Gives the engine the new parameters."""
@@ -183,6 +192,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             spec=spec,
             rollout=rollout_config,
             grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
+            watch=ConsistencyWatch(load_grounding(cfg.rollout.worldbook).book) if cfg.rollout.worldbook else None,
             judge=make_judge(cfg),
             engine=engine,
             learners=learners,

@@ -7,6 +7,7 @@ The reward of output m of trajectory i becomes R_i + e_{i,m}, with e the sum of
   of its own so that a call that is not recorded is neither paid nor punished. It pays the role that writes the world
   for truth, where R pays it for the actor's success;
 - format: minus a penalty for an output that cannot be read (malformed or cut off), by role;
+- contradiction: minus a penalty for a REHEARSE output that a worldbook's rule and the tracked state contradict;
 - empty: minus a penalty for an output that says nothing (the published code's 0.1);
 - length: minus a penalty that grows from 0 to its whole over the last fifth of an output's token limit (the soft
   overlong punishment of DAPO).
@@ -29,6 +30,9 @@ from envace_jax.rehearsal.state import REHEARSE_PROMPT_TOO_LONG
 from envace_jax.rehearsal.trajectory import Trajectory
 from envace_jax.text.transcript import Observation, Role, Step, ToolCall
 
+Marks = tuple[bool | None, ...]
+"""By answered call of an episode, whether its answer contradicts a worldbook; None where no rule could tell."""
+
 SOFT_SHARE = 0.2
 """Share of the token limit over which the length penalty grows."""
 
@@ -48,6 +52,7 @@ class Shaping:
     rehearse_format_penalty: float = 0.0
     empty_penalty: float = 0.0
     length_penalty: float = 0.0
+    contradiction_penalty: float = 0.0
     max_act_tokens: int = 8000
     max_rehearse_tokens: int = 8000
 
@@ -66,6 +71,7 @@ class Shaping:
                 self.rehearse_format_penalty,
                 self.empty_penalty,
                 self.length_penalty,
+                self.contradiction_penalty,
             )
         )
 
@@ -75,7 +81,7 @@ class Output:
     """What the shaping needs to know of one output.
 
     `readable`: it was parsed and not cut off. `fidelity`: leaf F1 against the record; None for ACT and for calls that
-    are not recorded.
+    are not recorded. `contradicts`: a rule says otherwise.
     """
 
     role: Role
@@ -83,10 +89,14 @@ class Output:
     empty: bool
     readable: bool
     fidelity: float | None = None
+    contradicts: bool = False
 
 
-def outputs(trajectory: Trajectory) -> list[Output]:
-    """The outputs of a trajectory, in the order of its segments; a masked trajectory may lack its last ones."""
+def outputs(trajectory: Trajectory, marks: Marks = ()) -> list[Output]:
+    """The outputs of a trajectory, in the order of its segments; a masked trajectory may lack its last ones.
+
+    `marks`: what a worldbook says of the answers.
+    """
     found: list[Output] = []
     answered: list[ToolCall] = []
     segments = trajectory.segments
@@ -106,7 +116,8 @@ def outputs(trajectory: Trajectory) -> list[Output]:
                 if call is not None and truth is not None:
                     fidelity = compare(Pair(call.name, text, truth)).leaf_f1
                 empty = not following.text.strip()
-                found.append(Output(Role.REHEARSE, len(following.ids), empty, text is not None, fidelity))
+                against = call is not None and text is not None and marks[len(answered) : len(answered) + 1] == (True,)
+                found.append(Output(Role.REHEARSE, len(following.ids), empty, text is not None, fidelity, against))
             if call is not None:
                 answered.append(call)
     return found
@@ -129,12 +140,15 @@ def _record(trajectory: Trajectory, call: ToolCall | None, answered: Sequence[To
     return record.result
 
 
-def additions(trajectories: Sequence[Trajectory], shaping: Shaping) -> tuple[list[list[float]], dict[str, float]]:
+def additions(
+    trajectories: Sequence[Trajectory], shaping: Shaping, marks: Sequence[Marks] = ()
+) -> tuple[list[list[float]], dict[str, float]]:
     """e_{i,m} by trajectory and output, and figures for the metrics.
 
-    A masked trajectory enters no mean and gets zeros.
+    A masked trajectory enters no mean and gets zeros. `marks`: see `outputs`, one entry a trajectory, or none at all.
     """
-    known = [outputs(t) if t.reward is not None else [] for t in trajectories]
+    against = marks or [()] * len(trajectories)
+    known = [outputs(t, m) if t.reward is not None else [] for t, m in zip(trajectories, against, strict=True)]
     truths: dict[int, list[float]] = {}
     for t, of_one in zip(trajectories, known):
         truths.setdefault(t.group, []).extend(o.fidelity for o in of_one if o.fidelity is not None)
@@ -165,6 +179,8 @@ def _addition(output: Output, shaping: Shaping, mean_fidelity: float) -> float:
         total -= shaping.act_format_penalty if act else shaping.rehearse_format_penalty
     if output.empty:
         total -= shaping.empty_penalty
+    if output.contradicts:
+        total -= shaping.contradiction_penalty
     limit = shaping.max_act_tokens if act else shaping.max_rehearse_tokens
     over = (output.length - (1 - SOFT_SHARE) * limit) / (SOFT_SHARE * limit)
     return total - shaping.length_penalty * min(max(over, 0.0), 1.0)

@@ -38,12 +38,13 @@ from envace_jax.learning.overlap import Batch, playing_ahead, timed
 from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
 from envace_jax.learning.run_dir import shared_run_dir, write_json
 from envace_jax.learning.setup import Run, prepare
-from envace_jax.learning.shaping import Shaping, additions
+from envace_jax.learning.shaping import Marks, Shaping, additions
 from envace_jax.learning.shared import agree_to_stop, in_order, share, shared_rollout
 from envace_jax.learning.summary import evaluate_policy, gap_plot, plot, summary_lines
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
 from envace_jax.text.transcript import Role
+from envace_jax.worldbook.consistency import consistency_metrics
 
 MAX_DRAWS = 4  # batches of tasks that dynamic sampling may draw for one step
 PREEMPTED = 75  # exit status after SIGTERM: the same command goes on
@@ -112,7 +113,10 @@ def train_step(run: Run) -> Metrics:
     metrics |= {"time/rollout": batch.seconds, "staleness": float(stale)}
 
     unjudged(run, trajectories)
-    advantages, copies, shaped = credit(run.cfg, run.arm, trajectories, step)
+    consistency = run.consistency(trajectories)
+    advantages, copies, shaped = credit(run.cfg, run.arm, trajectories, step, [c.marks for c in consistency])
+    if run.watch is not None:
+        shaped |= consistency_metrics(consistency)
     began = time.perf_counter()
     with following(run):
         for name, learner in run.learners.items():
@@ -213,10 +217,11 @@ def has_spread(trajectories: Sequence[Trajectory], group: int) -> bool:
 
 
 def credit(
-    cfg: ConfigDict, arm: Arm, trajectories: Sequence[Trajectory], step: int
+    cfg: ConfigDict, arm: Arm, trajectories: Sequence[Trajectory], step: int, marks: Sequence[Marks] = ()
 ) -> tuple[list[Credit], list[list[int]] | None, Metrics]:
     """Advantages by trajectory and role (by output where outputs are paid on their own), the reference code's extra
-    copies of outputs where they are asked for, and what was paid beside the checklist."""
+    copies of outputs where they are asked for, and what was paid beside the checklist. `marks`: what a worldbook says
+    of each trajectory's answers, where a run has one."""
     rows = cfg.learning.population == "rows"
     copies = duplicate_outputs(trajectories, 128, cfg.seed + step) if rows else None
     options: dict[str, Any] = dict(
@@ -229,7 +234,7 @@ def credit(
     figures: Metrics = {}
     advantages: list[Any]
     if shaping.active:
-        added, figures = additions(trajectories, shaping)
+        added, figures = additions(trajectories, shaping, marks)
         advantages = list(output_advantages(trajectories, added, **options))
     else:
         advantages = list(role_advantages(trajectories, **options))

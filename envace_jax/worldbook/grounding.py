@@ -1,16 +1,13 @@
-"""Grounded rehearsal: the gated brief in REHEARSE's prompt, the task's own group left out, and a watch on consistency.
+"""Grounded rehearsal: the gated brief in REHEARSE's prompt, the task's own group left out.
 
 `WorldbookGrounding` is what ``rollout.grounding="worldbook"`` uses. Its notes depend on the task's group, the call and
-the turns before it, and are cached by worldbook and query. `ConsistencyWatch` replays finished trajectories through
-the harness: where REHEARSE's answer contradicts what a rule and the tracked state say, that is counted, and can be a
-penalty.
+the turns before it, and are cached by worldbook and query. What contradicts a worldbook is counted in `consistency`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +16,8 @@ from envace_jax.datasets.records import Task
 from envace_jax.datasets.traces import task_group
 from envace_jax.text.transcript import ToolCall, Transcript, canonical_json
 from envace_jax.worldbook.brief import BriefLimits, clip, fenced, worldbook_sections
+from envace_jax.worldbook.consistency import answered
 from envace_jax.worldbook.harness import Harness, HarnessConfig
-from envace_jax.worldbook.ingest import observation_value
 from envace_jax.worldbook.retrieve import RetrievalCache, Retriever
 from envace_jax.worldbook.store import Worldbook, load_worldbook
 from envace_jax.worldbook.workspace import Session, open_session, summarize_state
@@ -110,53 +107,14 @@ class WorldbookGrounding:
 
 
 def episode_turns(state: Any) -> tuple[tuple[str, str, str], ...]:
-    """(name, arguments as JSON, observation) of every answered call of an episode state or a transcript."""
+    """(name, arguments as JSON, observation) of every call of an episode state or a transcript that its world answered.
+
+    An error of the host (a refused form, an answer that cannot be read) is not the world's word and changes nothing.
+    """
     transcript: Transcript = getattr(state, "history", state) or ()
-    pairs = [p for turn in transcript for s in turn.steps for p in zip(s.output.calls, s.observations)]
+    pairs = answered(transcript)
     output = getattr(state, "output", None)
     if output is not None:
         # Parallel calls: those of the latest output that have been answered already.
         pairs += zip(output.calls, state.observations)
-    return tuple((call.name, canonical_json(call.arguments), observation.text) for call, observation in pairs)
-
-
-@dataclass(frozen=True)
-class Consistency:
-    """How a transcript's answers stand to the worldbook: calls that a rule could judge, and how many contradict it."""
-
-    calls: int
-    judged: int
-    contradictions: int
-
-    @property
-    def share(self) -> float | None:
-        """Contradictions as a share of the calls that a rule could judge; None where it could judge none."""
-        return self.contradictions / self.judged if self.judged else None
-
-
-class ConsistencyWatch:
-    """Counts answers that contradict rules and tracked state. The tracked state follows the answers, not the rules, so
-    that one lapse is counted once."""
-
-    def __init__(self, book: Worldbook):
-        self.harness = Harness(book, None, HarnessConfig())
-
-    def check(self, task: Task, transcript: Transcript) -> Consistency:
-        """The counts for one finished episode."""
-        session = open_session(task.meta.get("initial_state"), group=task_group(task))
-        calls = judged = contradictions = 0
-        for name, arguments, text in episode_turns(transcript):
-            values = json.loads(arguments)
-            _, result = self.harness.step(session, name, values)
-            calls += 1
-            if result.source == "rule":
-                judged += 1
-                same = "".join(result.text.split()) == "".join(text.split())
-                contradictions += not (same or result.value == observation_value(text))
-            session = self.harness.observe(session, name, values, text)
-        return Consistency(calls, judged, contradictions)
-
-    def penalty(self, task: Task, transcript: Transcript, weight: float) -> float:
-        """What to take off a trajectory's reward: the weight times the share of contradictions."""
-        share = self.check(task, transcript).share
-        return 0.0 if share is None else weight * share
+    return tuple((c.name, canonical_json(c.arguments), o.text) for c, o in pairs if o.source != "error")

@@ -146,6 +146,10 @@ def test_additions_by_hand(chat):
     expected = -((length / limits["max_act_tokens"] - 0.8) / 0.2)
     assert additions([bad], Shaping(length_penalty=1.0, **limits))[0][0] == pytest.approx([expected, 0, 0, 0, 0])
     assert -0.6 < expected < -0.4
+    # a rule contradicts the second answer, knows nothing of the first, and agrees with the third
+    marks = (None, True, False)
+    charged, _ = additions([good, poor], Shaping(contradiction_penalty=0.3), [marks, ()])
+    assert charged[0] == pytest.approx([0, 0, -0.3, 0, 0, 0, 0]) and charged[1] == [0.0] * 7
     masked = dataclasses.replace(bad, reward=None, masked_cause="judge:outage")
     assert additions([masked], shaping)[0] == [[0.0] * 5]
 
@@ -196,5 +200,7 @@ def test_recorded_calls_must_reach_rehearse():
     assert not any("fidelity" in text for text in problems(cfg))
     cfg.rollout.checks = ("format", "exact")
     assert any("fidelity_weight" in text for text in problems(cfg))
+    cfg.rewards.contradiction_penalty = 0.1
+    assert any("contradiction_penalty" in text for text in problems(cfg))
     cfg.rewards.length_penalty = -1.0
     assert any("length_penalty" in text for text in problems(cfg))

@@ -24,6 +24,9 @@ from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.metrics import read_metrics
 from envace_jax.learning.shaping import Shaping, additions
 from envace_jax.rehearsal.trajectory import read_trajectories
+from envace_jax.text.transcript import Role
+from envace_jax.worldbook.records import ActionSpec, TransitionRule
+from envace_jax.worldbook.store import Worldbook, save_worldbook
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("time/", "tokens_per_s", "engine/", "memory/", "mfu/", "host_share")  # of the machine, not of the run
@@ -73,13 +76,7 @@ def same_end(a: Path, b: Path) -> None:
     for name in ("data", "totals", "bad_steps", "seed", "step"):
         assert position_a[name] == position_b[name], name
     assert (a / "trajectories.jsonl").read_bytes() == (b / "trajectories.jsonl").read_bytes()
-    timeless = [
-        [
-            {k: v for k, v in r.items() if not k.startswith(MEASURED)}
-            for r in read_metrics(x)
-        ]
-        for x in (a, b)
-    ]
+    timeless = [[{k: v for k, v in r.items() if not k.startswith(MEASURED)} for r in read_metrics(x)] for x in (a, b)]
     assert timeless[0] == timeless[1]
 
 
@@ -296,6 +293,28 @@ def test_shaped_rewards_reach_the_update(tmp_path):
     assert record["advantage_abs/act"] == pytest.approx(sum(values) / len(values))
     unshaped = [abs(a) for by_role in role_advantages(played) for a in by_role.values()]
     assert abs(record["advantage_abs/act"] - sum(unshaped) / len(unshaped)) > 1e-6 and record["grad_norm"] > 0
+
+
+def test_a_run_counts_and_charges_what_contradicts_its_worldbook(tmp_path):
+    """Under a rule that says that every order is paid, each other answer of `get_order` is a contradiction."""
+    rule = TransitionRule("paid", "get_order", render={"status": "paid"}, confidence=1.0, status="supported")
+    save_worldbook(Worldbook(actions=(ActionSpec("get_order"),), rules=(rule,)), tmp_path / "wb")
+    grounded = {"rollout.grounding": "worldbook", "rollout.worldbook": str(tmp_path / "wb")}
+    paid = {"rewards.contradiction_penalty": 0.5, "rollout.checks": ("format",)}
+    cfg = tiny_config(tmp_path / "run", **grounded, **paid, **{"learning.steps": 1, "learning.prompts_per_step": 4})
+    assert trainer.run_train(cfg) == 0
+    record = read_metrics(tmp_path / "run")[0]
+    played = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    pairs = [p for t in played for turn in t.transcript for step in turn.steps
+             for p in zip(step.output.calls, step.observations)]  # fmt: skip
+    looks = [observation for call, observation in pairs if call.name == "get_order" and observation.source != "error"]
+    against = sum(json.loads(observation.text) != {"status": "paid"} for observation in looks)
+    assert 0 < against < len(looks) < len(pairs)
+    assert record["worldbook/judged"] == len(looks) / len(pairs)
+    assert record["worldbook/contradictions"] == against / len(played)
+    assert record["worldbook/contradiction_share"] == against / len(looks)
+    outputs = sum(s.role is Role.REHEARSE for t in played for s in t.segments)
+    assert record["shaping/added/rehearse"] == pytest.approx(-0.5 * against / outputs)
 
 
 def child(folder: Path, *changes: str) -> subprocess.Popen:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import ledger
 import pytest
 
 from envace_jax.datasets.quickstart.generator import generate_tasks
 from envace_jax.datasets.traces import TraceEvent, make_episode
-from envace_jax.text.transcript import AssistantOutput, Observation, Step, ToolCall, Turn
+from envace_jax.text.transcript import AssistantOutput, Observation, Step, ToolCall, Turn, canonical_json
 from envace_jax.worldbook.brief import make_brief, neutral, wait_hint
 from envace_jax.worldbook.build import BuildConfig, build_worldbook
-from envace_jax.worldbook.grounding import ConsistencyWatch, WorldbookGrounding, episode_turns
+from envace_jax.worldbook.consistency import Consistency, ConsistencyWatch, consistency_metrics
+from envace_jax.worldbook.grounding import WorldbookGrounding, episode_turns
 from envace_jax.worldbook.retrieve import (
     FORMAT_ONLY,
     SUPPORTING,
@@ -187,8 +190,8 @@ def test_grounding_tracks_what_rehearse_said_and_is_cached(desk_book: Worldbook)
             assert f'"{key}"' not in told, order
 
 
-def test_contradictions_are_counted_and_may_cost(desk_book: Worldbook) -> None:
-    watch = ConsistencyWatch(desk_book)
+def test_contradictions_are_counted_by_call(desk_book: Worldbook) -> None:
+    watch = ConsistencyWatch(desk_book, explicit=True)
     spoilt = 0
     for task in generate_tasks("heldout", 30):
         clean = watch.check(task, transcript_of(task))
@@ -197,5 +200,22 @@ def test_contradictions_are_counted_and_may_cost(desk_book: Worldbook) -> None:
         if at is not None and clean.judged == clean.calls:
             bad = watch.check(task, transcript_of(task, at))
             spoilt += bad.contradictions > 0
-            assert watch.penalty(task, transcript_of(task, at), 0.5) == pytest.approx(0.5 * (bad.share or 0))
+            assert bad.marks[at] is True and not any(bad.marks[:at]) and bad.contradictions == sum(map(bool, bad.marks))
     assert spoilt >= 3
+
+
+def test_in_training_the_state_is_what_the_answers_imply(desk_book: Worldbook) -> None:
+    """A hidden initial state contradicts nothing; an answer that takes back an earlier one does."""
+    watch = ConsistencyWatch(desk_book)
+    task = next(t for t in generate_tasks("heldout", 30) if t.recorded_calls[0].name == "get_order")
+    look = task.recorded_calls[0]
+    other = {**json.loads(look.result), "total": json.loads(look.result)["total"] + 1}
+    says = [look.result, look.result, canonical_json(other)]
+    output = AssistantOutput("", None, "", (ToolCall(look.name, look.arguments),))
+    turn = Turn("", tuple(Step(output, (Observation(text, "rehearsed"),)) for text in says))
+    found = watch.check(task, (turn,))
+    assert found.marks == (None, False, True)
+    figures = consistency_metrics([found, Consistency(())])
+    assert figures == {"worldbook/calls": 1.5, "worldbook/judged": 2 / 3, "worldbook/contradictions": 0.5,
+                       "worldbook/contradiction_share": 0.5}  # fmt: skip
+    assert "worldbook/contradiction_share" not in consistency_metrics([Consistency((None,))])
