@@ -281,6 +281,9 @@ def _cm2(v: Mapping[str, Any]) -> Iterator[str]:
 def _worldbook(v: Mapping[str, Any]) -> Iterator[str]:
     if v["rollout.grounding"] == "worldbook" and not v["rollout.worldbook"]:
         yield "rollout.worldbook='': rollout.grounding=worldbook needs a worldbook folder"
+
+
+def _contradictions(v: Mapping[str, Any]) -> Iterator[str]:
     if v["rewards.contradiction_penalty"] and not v["rollout.worldbook"]:
         yield f"rewards.contradiction_penalty={v['rewards.contradiction_penalty']}: needs a folder in rollout.worldbook"
 
@@ -334,6 +337,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[s
     (("run_dir",), _run_dir),
     (("data.source", "data.path"), _cm2),
     (("rollout.grounding", "rollout.worldbook"), _worldbook),
+    (("rewards.contradiction_penalty", "rollout.worldbook"), _contradictions),
     (("rollout.control", *DEVICE_CONTROL), _device_control),
     (
         ("rewards.judge", "rewards.endpoint.base_url", "rewards.endpoint.model"),
