@@ -67,7 +67,16 @@ class PreparedTasks:
         return task_from_record(json.loads(self._record(index)), where=where)
 
     def _record(self, index: int) -> bytes:
-        return self._source[index]["record"]
+        try:
+            return self._source[index]["record"]
+        except IndexError:
+            raise
+        except Exception as error:  # the reader raises its own kinds; it checks a digest of every chunk
+            reason = str(error).splitlines()[0][:160]
+            raise UserError(
+                f"{self._where}: record {index} cannot be read, a shard is damaged ({reason}): remove the folder and "
+                "prepare the data again with `python -m data`"
+            ) from None
 
     @functools.cached_property
     def fingerprint(self) -> str:

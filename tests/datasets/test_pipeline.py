@@ -104,6 +104,23 @@ def test_a_prepared_data_set_equals_the_list(tasks, tmp_path, monkeypatch):
         PreparedTasks(tmp_path / "nothing", "train")
 
 
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_shard_is_named_with_the_remedy(tasks, tmp_path, damage):
+    """No record of it comes out changed: every chunk has a digest, and what is read is checked against it."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(task_to_record(task)) + "\n" for task in tasks))
+    from data.cm2.cm2_dataset_builder import Builder, Cm2Config
+
+    folder = prepare(Builder(config=Cm2Config(path=str(file)), data_dir=str(tmp_path / "prepared")))
+    (shard,) = [path for path in folder.iterdir() if "train" in path.name and "array_record" in path.name]
+    whole = shard.read_bytes()
+    middle = (64 + len(whole.rstrip(b"\0"))) // 2  # padding lies behind what was written
+    damaged = {"flip": whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :], "cut": whole[:middle]}
+    shard.write_bytes(damaged.get(damage, b""))
+    with pytest.raises(UserError, match="a shard is damaged .*python -m data"):
+        list(PreparedTasks(folder, "train"))
+
+
 def test_the_command_prepares_cm2_files(tasks, tmp_path, capsys):
     path = tmp_path / "some.jsonl"
     records = [task_to_record(task) for task in tasks]
