@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
 from envace_jax.model import qwen3
-from envace_jax.model.hf import load_params
+from envace_jax.model.hf import check_tensors, load_params, locate_tensors
 from envace_jax.model.lora import LoraConfig, init_lora
 from envace_jax.model.sharding import Rules, make_mesh, param_shardings
 from envace_jax.model.spec import PRESETS, Qwen3Spec
@@ -26,8 +26,10 @@ from envace_jax.text.chat import ChatFormat
 
 __all__ = [
     "chat_format",
+    "checked_spec",
     "engine_config",
     "forward_options",
+    "judge_config",
     "load_model",
     "lora_config",
     "make_engine",
@@ -71,12 +73,11 @@ def model_spec(cfg: ConfigDict, chat: ChatFormat | None = None) -> Qwen3Spec:
     return spec
 
 
-def load_model(
-    cfg: ConfigDict, chat: ChatFormat, mesh: jax.sharding.Mesh | None, rules: Rules = Rules()
-) -> tuple[Qwen3Spec, qwen3.Params]:
-    """Spec and float32 master parameters, laid out on the mesh; random ones where no folder is named.
+def checked_spec(cfg: ConfigDict, chat: ChatFormat) -> Qwen3Spec:
+    """The model's shape, after a look at its tokenizer and the headers of its files: no weight is read.
 
-    With `model.lora` the weights are in the compute dtype and fresh adapters lie beside them, under `lora`.
+    Raises `UserError` where a tensor is missing, cut off or of another shape, or the tokenizer has pieces without an
+    embedding.
     """
     spec = model_spec(cfg, chat)
     if chat.tokenizer.vocab_size > spec.vocab_size:
@@ -84,6 +85,20 @@ def load_model(
             f"the tokenizer has {chat.tokenizer.vocab_size} pieces, the model {spec.vocab_size} embeddings: "
             "model.tokenizer does not belong to model.path"
         )
+    if cfg.model.path:
+        folder = Path(cfg.model.path)
+        check_tensors(locate_tensors(folder), spec, str(folder))
+    return spec
+
+
+def load_model(
+    cfg: ConfigDict, chat: ChatFormat, mesh: jax.sharding.Mesh | None, rules: Rules = Rules()
+) -> tuple[Qwen3Spec, qwen3.Params]:
+    """Spec and float32 master parameters, laid out on the mesh; random ones where no folder is named.
+
+    With `model.lora` the weights are in the compute dtype and fresh adapters lie beside them, under `lora`.
+    """
+    spec = checked_spec(cfg, chat)
     lora = lora_config(cfg)
     dtype = jnp.dtype(cfg.model.dtype) if lora else jnp.float32  # weights that stay need no master copy
     if cfg.model.path:
@@ -157,17 +172,23 @@ def make_judge(cfg: ConfigDict) -> Judge:
     return _policy_judge(cfg)
 
 
-def _policy_judge(cfg: ConfigDict) -> Judge:
-    """A frozen policy as the judge: its own folder, tokenizer and engine on this run's devices."""
-    from envace_jax.rewards.model_judge import ModelJudge
-    from envace_jax.rewards.policy_judge import PolicyBackend
-
+def judge_config(cfg: ConfigDict) -> ConfigDict:
+    """The configuration of a frozen policy as the judge: its own folder, tokenizer and limits."""
     section = cfg.rewards.policy
     own = cfg.copy_and_resolve_references()
     with own.unlocked():
         own.model.path, own.model.tokenizer = section.path, ""
         own.chat.thinking, own.chat.tool_docs = True, "full"
         own.rollout.max_act_tokens = own.rollout.max_rehearse_tokens = section.max_tokens
+    return own
+
+
+def _policy_judge(cfg: ConfigDict) -> Judge:
+    """A frozen policy as the judge, with an engine of its own on this run's devices."""
+    from envace_jax.rewards.model_judge import ModelJudge
+    from envace_jax.rewards.policy_judge import PolicyBackend
+
+    section, own = cfg.rewards.policy, judge_config(cfg)
     chat = chat_format(own)
     mesh = mesh_for(own) if jax.process_count() == 1 else None  # each process has its own judge
     spec, params = load_model(own, chat, mesh)

@@ -34,6 +34,7 @@ class Command:
     The function gets (cfg, args) where `config` is true, else (args,); what it returns is the exit status
     (None is 0). `arguments` names a function that adds options to the parser, in the same module. `device` sets jax up
     (versions, compilation cache) before the function is called. `dry_run` says that it can check all and start nothing.
+    `validated`: a configuration that does not hold stops the command before its function is called.
     """
 
     target: str
@@ -42,6 +43,7 @@ class Command:
     arguments: str = ""
     device: bool = True
     dry_run: bool = False
+    validated: bool = True
 
 
 COMMANDS: dict[str, Command] = {
@@ -86,7 +88,9 @@ COMMANDS: dict[str, Command] = {
         device=False,
     ),
     "doctor": Command(
-        "envace_jax.report.doctor:run_doctor", "versions, devices, disk, endpoints, template", device=False
+        "envace_jax.report.doctor:run_doctor", "versions, devices, disk, model, endpoints, template",
+        device=False,
+        validated=False,
     ),
     "config": Command("envace_jax.cli:run_config", "print the resolved configuration as JSON", device=False),
 }
@@ -180,7 +184,8 @@ def run(argv: Sequence[str]) -> int:
         elif cfg.dry_run:
             able = " and ".join(n for n, c in COMMANDS.items() if c.dry_run)
             raise UserError(f"dry_run=True: '{name}' has no dry run; {able} have")
-        validate(cfg)
+        if command.validated:
+            validate(cfg)
         call = [cfg, args]
     if command.device:
         from envace_jax.compat import set_up_jax

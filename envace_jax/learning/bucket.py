@@ -37,6 +37,23 @@ def checkpoint_place(cfg: ConfigDict, run_dir: Path, name: str = "checkpoints") 
     return place(cfg.checkpoint.folder) / name if cfg.checkpoint.folder else run_dir / name
 
 
+def anew(cfg: ConfigDict) -> bool:
+    """Whether a run begins from nothing, whatever lies in its place."""
+    return bool(cfg.overwrite or not cfg.checkpoint.resume)
+
+
+def clear_place(cfg: ConfigDict) -> None:
+    """Removes what a run keeps in `checkpoint.folder`, where it has one, and nothing else that may lie there."""
+    if not cfg.checkpoint.folder:
+        return
+    from etils import epath
+
+    for name in ("checkpoints", "warmstart", "run"):
+        path = epath.Path(str(place(cfg.checkpoint.folder) / name))
+        if path.exists():
+            path.rmtree()
+
+
 def push(cfg: ConfigDict, run_dir: Path) -> None:
     """Copies the run's small files beside its checkpoints."""
     if not cfg.checkpoint.folder:
@@ -50,7 +67,7 @@ def push(cfg: ConfigDict, run_dir: Path) -> None:
 
 def pull(cfg: ConfigDict, run_dir: Path) -> list[str]:
     """Fetches what is not here, before a run is taken up; returns the names."""
-    if not cfg.checkpoint.folder or cfg.overwrite or not cfg.checkpoint.resume or (run_dir / "config.json").exists():
+    if not cfg.checkpoint.folder or anew(cfg) or (run_dir / "config.json").exists():
         return []
     source = place(cfg.checkpoint.folder) / "run"
     names = [name for name in COPIED if (source / name).exists()]

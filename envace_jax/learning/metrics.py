@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from envace_jax.config import UserError
 from envace_jax.faults import point
 from envace_jax.learning.advantage import Credit, advantages_of, group_spread
 from envace_jax.learning.trackers import Trackers
@@ -164,7 +165,10 @@ class JsonlFile:
         self._file: TextIO | None = None
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < length:
-            raise ValueError(f"{self.path} has {size} bytes, the checkpoint counts {length}: lines have been lost")
+            raise UserError(
+                f"{self.path} has {size} bytes, the checkpoint counts {length}: lines have been lost; give the file "
+                "back, or start anew with --config.overwrite=true"
+            )
         if size > length:
             os.truncate(self.path, length)
         self._file = self.path.open("a", encoding="utf-8")

@@ -15,17 +15,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError, flat
 from envace_jax.distributed import Processes
 from envace_jax.faults import point
-from envace_jax.learning.bucket import pull
+from envace_jax.learning.bucket import anew, clear_place, pull
+
+T = TypeVar("T", dict[str, Any], list[Any])
 
 # What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
-FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
+FREE = ("run_dir", "overwrite", "dry_run", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
     "profile_steps",
     "rewards.max_no_verdict_share",
     *(  # how a judge or simulator is reached, not what is asked of it
@@ -39,7 +41,8 @@ FREE = ("run_dir", "overwrite", "dry_run", "learning.steps", "checkpoint.", "met
 STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE)  # the disk, not us
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 OURS = (
-    *("config.json", "start.json", "starts.json", "REPRODUCE.md", "metrics.jsonl", "metrics.prom", "trackers.json"),
+    *("config.json", "start.json", "starts.json", "data.json", "REPRODUCE.md"),
+    *("metrics.jsonl", "metrics.prom", "trackers.json"),
     *("trajectories.jsonl", "summary.json", "reward.png", "gap.png"),
 )
 OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps", "profile", "no_verdict")
@@ -51,13 +54,42 @@ def config_values(cfg: ConfigDict) -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Keys that make it another run, with both values."""
-    names = sorted(before.keys() | now.keys())
+    """Keys that make it another run, with both values.
+
+    How many steps there are is free under a constant learning rate only: any other schedule falls by the steps' number.
+    """
+    constant = before.get("learning.schedule") == now.get("learning.schedule") == "constant"
+    free = (*FREE, "learning.steps") if constant else FREE
     return [
-        f"{name}: {before.get(name)!r} there, {now.get(name)!r} here"
-        for name in names
-        if not name.startswith(FREE) and name in before and name in now and before[name] != now[name]
+        f"{name}: {before[name]!r} there, {now[name]!r} here"
+        for name in sorted(before.keys() & now.keys())
+        if not name.startswith(free) and before[name] != now[name]
     ]
+
+
+def read_json(path: Path, absent: T) -> T:
+    """What a small JSON file of a run holds; `absent` where there is none. Raises `UserError` where it is damaged."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return absent
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: is damaged ({error}); give it back, or start anew with --config.overwrite=true"
+        ) from None
+    if not isinstance(value, type(absent)):
+        raise UserError(f"{path}: expected a JSON {type(absent).__name__}, found a {type(value).__name__}")
+    return value
+
+
+def same_run(cfg: ConfigDict, path: Path) -> None:
+    """Raises `UserError` where a run with another configuration lies there (`path`: its config.json)."""
+    if changed := changed_keys(read_json(path, {}), config_values(cfg)):
+        more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
+        raise UserError(
+            f"run_dir='{path.parent}' holds a run with another configuration: {'; '.join(changed[:3])}{more}; "
+            "name another run_dir, or start anew with --config.overwrite=true"
+        )
 
 
 @contextmanager
@@ -104,17 +136,12 @@ def open_run_dir(cfg: ConfigDict) -> Iterator[Path]:
             raise UserError(f"run_dir='{folder}': another process is training there") from None
         pull(cfg, folder)
         path = folder / "config.json"
-        values = config_values(cfg)
-        if path.exists():
-            if cfg.overwrite or not cfg.checkpoint.resume:
+        if anew(cfg):
+            if path.exists():
                 clear(folder)
-            elif changed := changed_keys(json.loads(path.read_text()), values):
-                more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
-                raise UserError(
-                    f"run_dir='{folder}' holds a run with another configuration: {'; '.join(changed[:3])}{more}; "
-                    "name another run_dir, or start anew with --config.overwrite=true"
-                )
-        write_json(path, values)
+            clear_place(cfg)
+        same_run(cfg, path)
+        write_json(path, config_values(cfg))
         if not (folder / "start.json").exists():
             write_json(folder / "start.json", facts())
         yield folder
@@ -159,7 +186,7 @@ def note_start(cfg: ConfigDict, folder: Path, mesh: str) -> None:
     from envace_jax.learning.looking import reproduce_page
 
     path = folder / "starts.json"
-    starts = [*(json.loads(path.read_text()) if path.exists() else []), facts()]
+    starts = [*read_json(path, []), facts()]
     write_json(path, starts)
     (folder / "REPRODUCE.md").write_text(reproduce_page(config_values(cfg), starts, mesh))
 

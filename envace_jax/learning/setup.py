@@ -10,13 +10,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for, rules_for
+from envace_jax.build import load_model, make_engine, make_judge, rules_for
 from envace_jax.config import UserError
-from envace_jax.datasets.pipeline import TaskIterator, task_iterator
+from envace_jax.datasets.pipeline import TaskIterator
 from envace_jax.datasets.records import Task
-from envace_jax.datasets.sources import load_tasks, source_counts
+from envace_jax.datasets.sources import source_counts
 from envace_jax.distributed import Processes
-from envace_jax.learning import overlap
 from envace_jax.learning.arms import Arm, make_arm
 from envace_jax.learning.bucket import checkpoint_place, push
 from envace_jax.learning.checkpoint import Checkpoints
@@ -25,17 +24,16 @@ from envace_jax.learning.interrupts import Interrupts
 from envace_jax.learning.learner import Learner, update_config
 from envace_jax.learning.metrics import Display, Metrics, NoSink, Sink
 from envace_jax.learning.overlap import Batch
+from envace_jax.learning.preflight import preflight
 from envace_jax.learning.run_dir import config_values, note_start, write_json
 from envace_jax.learning.step import make_update
 from envace_jax.learning.trackers import Trackers
-from envace_jax.rehearsal.fit import within_limit
-from envace_jax.rehearsal.grounding import Grounding, make_grounding
+from envace_jax.rehearsal.grounding import Grounding
 from envace_jax.rehearsal.rollout import warm_up_control
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
 from envace_jax.rewards.judge import Judge
 from envace_jax.worldbook.consistency import Consistency, ConsistencyWatch
-from envace_jax.worldbook.grounding import load_grounding
 
 
 @dataclasses.dataclass
@@ -133,23 +131,16 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
 
     Of several processes each has its own engine, judge and share of the tasks; process 0 writes.
     """
-    if cfg.rollout.constrain != "none" and not cfg.learning.importance_cap:
-        raise UserError(
-            f"rollout.constrain={cfg.rollout.constrain} samples from a masked distribution, which is not the one that "
-            "the update computes: set learning.importance_cap (1 corrects the difference), or rollout.constrain=none"
-        )
     processes = processes or Processes()
-    overlap.check(cfg, processes)
     display = Display(cfg.learning.steps, enabled=cfg.metrics.progress and processes.main)
-    loading = contextlib.ExitStack()
+    loading, opened = contextlib.ExitStack(), contextlib.ExitStack()
     try:
         display.phase("loading")
         loading.enter_context(processes.waits("loading"))
-        train, held_out = load_tasks(cfg.data)
-        chat = chat_format(cfg)
-        train = within_limit(train, chat, cfg.data.max_head_tokens, "training", display.say)
-        held_out = within_limit(held_out, chat, cfg.data.max_head_tokens, "held-out", display.say)
-        mesh, rules = mesh_for(cfg), rules_for(cfg)
+        ground = preflight(cfg, processes, display.say)
+        assert ground.data is not None
+        train, held_out, chat, mesh, rules = ground.train, ground.held_out, ground.chat, ground.mesh, rules_for(cfg)
+        judge = make_judge(cfg)
         spec, params = load_model(cfg, chat, mesh, rules)
         if cfg.warmstart.steps:
             from envace_jax.learning.warmstart import warm_started
@@ -167,6 +158,10 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         fresh = {name: x.digest() for name, x in learners.items() if x.reference is not None or arm.frozen}
         position = restore(checkpoints, learners, display, processes)
         same_base(fresh, position.get("initial", {}), cfg)
+        if "data" in position:
+            ground.data.set_state(position["data"])
+        sink = metrics_sink(cfg, folder, position, display) if processes.main else NoSink()
+        opened.callback(sink.close)
         display.phase("compiling")
         loading.enter_context(processes.waits("compiling"))
         for learner in learners.values():
@@ -191,22 +186,15 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             chat=chat,
             spec=spec,
             rollout=rollout_config,
-            grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
-            watch=ConsistencyWatch(load_grounding(cfg.rollout.worldbook).book) if cfg.rollout.worldbook else None,
-            judge=make_judge(cfg),
+            grounding=ground.grounding,
+            watch=ground.watch,
+            judge=judge,
             engine=engine,
             learners=learners,
-            data=task_iterator(
-                train,
-                seed=cfg.seed,
-                batch_size=cfg.learning.prompts_per_step,
-                process_index=processes.index,
-                process_count=processes.count,
-                state=position.get("data"),
-            ),
+            data=ground.data,
             held_out=held_out,
             checkpoints=checkpoints,
-            sink=metrics_sink(cfg, folder, position, display) if processes.main else NoSink(),
+            sink=sink,
             trajectories=trajectory_file(cfg, folder, position) if processes.main else None,
             display=display,
             initial=position.get("initial") or {name: x.digest() for name, x in learners.items()},
@@ -230,11 +218,11 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         try:
             yield run
         finally:
-            run.sink.close()
             if run.trajectories is not None:
                 run.trajectories.close()
             checkpoints.close()
     finally:
+        opened.close()
         loading.close()
         display.close()
 

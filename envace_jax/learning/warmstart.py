@@ -239,7 +239,7 @@ def run_warmstart(cfg: ConfigDict, args: argparse.Namespace | None = None) -> in
     if cfg.dry_run:
         from envace_jax.report.dry_run import run_dry
 
-        return run_dry(cfg)
+        return run_dry(cfg, rollouts=False)
     with open_run_dir(cfg) as folder:
         display = Display(cfg.warmstart.steps, enabled=False)
         train, _ = load_tasks(cfg.data)

@@ -7,13 +7,15 @@ import importlib.metadata
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
+from envace_jax.config_checks import problems
 
 PACKAGES = (
     "jax",
@@ -72,12 +74,19 @@ def devices() -> Iterator[Finding]:
         yield Finding("device memory", f"{limit / 2**30:.1f} GiB each")
 
 
-def disk(run_dir: str) -> Finding:
+def disk(run_dir: str, need: float = 0.0) -> Finding:
+    """Whether a folder can be made there, and holds `need` bytes (2 GiB at least)."""
     place = Path(run_dir or ".").absolute()
-    while not place.exists():
+    while not place.is_dir():
         place = place.parent
-    free = shutil.disk_usage(place).free / 2**30
-    return Finding("disk", f"{free:.1f} GiB free at {place}", free > 2)
+    free = shutil.disk_usage(place).free
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        return Finding("disk", f"run_dir='{run_dir}': cannot be written ({error.strerror}: {place})", False)
+    enough = free > max(need, 2 * 2**30)
+    return Finding("disk", f"{free / 2**30:.1f} GiB free at {place}" + ("" if enough else ", too little"), enough)
 
 
 def template(cfg: ConfigDict) -> Iterator[Finding]:
@@ -85,27 +94,58 @@ def template(cfg: ConfigDict) -> Iterator[Finding]:
     from envace_jax.text.build import chat_format, tokenizer_folder
     from envace_jax.text.check import template_findings
 
-    try:
-        for name, text, ok in template_findings(chat_format(cfg), tokenizer_folder(cfg)):
-            yield Finding(name, text, ok)
-    except UserError as e:
-        yield Finding("tokenizer", str(e), False)
+    for name, text, ok in template_findings(chat_format(cfg), tokenizer_folder(cfg)):
+        yield Finding(name, text, ok)
 
 
-def endpoint(cfg: ConfigDict) -> Iterator[Finding]:
+def model(cfg: ConfigDict) -> Iterator[Finding]:
+    """Whether config.json, the headers of the weights and the tokenizer belong together."""
+    from envace_jax.build import checked_spec
+    from envace_jax.text.build import chat_format
+
+    spec = checked_spec(cfg, chat_format(cfg))
+    where = f"{cfg.model.path}: every tensor in its place" if cfg.model.path else f"random, of size '{cfg.model.size}'"
+    yield Finding("model", f"{where}, {spec.n_params():,} parameters", True)
+
+
+def endpoint(cfg: ConfigDict, key: str, name: str) -> Iterator[Finding]:
+    """Whether the endpoint of a section of the configuration answers."""
     from envace_jax.endpoint import Endpoint, EndpointSettings
 
-    section = cfg.rewards.endpoint
+    who, _, part = key.partition(".")
+    section = cfg[who][part]
     if not section.base_url:
-        yield Finding("judge endpoint", "none configured (rewards.endpoint.base_url)")
+        yield Finding(name, f"none configured ({key}.base_url)")
         return
     settings = EndpointSettings.from_config({**section, "attempts": 1, "timeout": 20.0, "cache_dir": ""})
     with Endpoint(settings) as e:
         done = e.complete([{"role": "user", "content": "Answer with the word ready."}], max_tokens=16)
     if done.text is None:
-        yield Finding("judge endpoint", f"{settings.base_url}: {done.cause} ({done.detail})", False)
+        yield Finding(name, f"{settings.base_url}: {done.cause} ({done.detail})", False)
     else:
-        yield Finding("judge endpoint", f"{settings.base_url} answers in {done.seconds:.1f} s", True)
+        yield Finding(name, f"{settings.base_url} answers in {done.seconds:.1f} s", True)
+
+
+JUDGE, SIMULATOR = ("rewards.endpoint", "judge endpoint"), ("rollout.simulator", "simulator endpoint")
+
+
+def findings(cfg: ConfigDict) -> Iterator[Finding]:
+    """All of them; what stops one look is its finding, and the others are taken all the same."""
+    looks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "versions": versions,
+        "config": lambda: [Finding("config", line, False) for line in problems(cfg)],
+        "devices": devices,
+        "disk": lambda: [disk(cfg.run_dir)],
+        "tokenizer": lambda: template(cfg),
+        "model": lambda: model(cfg),
+        JUDGE[1]: lambda: endpoint(cfg, *JUDGE),
+        SIMULATOR[1]: lambda: endpoint(cfg, *SIMULATOR),
+    }
+    for name, look in looks.items():
+        try:
+            yield from look()
+        except (UserError, OSError) as e:
+            yield Finding(name, str(e), False)
 
 
 def run_doctor(cfg: ConfigDict, args: argparse.Namespace) -> int:
@@ -113,7 +153,7 @@ def run_doctor(cfg: ConfigDict, args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    found = [*versions(), *devices(), disk(cfg.run_dir), *template(cfg), *endpoint(cfg)]
+    found = list(findings(cfg))
     table = Table(show_header=False, box=None)
     marks = {None: "", True: "ok", False: "MEND"}
     for f in found:

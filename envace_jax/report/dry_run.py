@@ -1,32 +1,35 @@
 """`train --dry_run`: everything that can be checked before the first long minute, and what the run will take.
 
-The configuration has been validated when this runs. It scans the data, measures prompts against their limits, plays
-one scripted episode through the very code that rollouts use, asks the judge's endpoint for a word, and estimates
-memory, disk and time from sizes alone. Problems are collected and printed together.
+The configuration has been validated when this runs. It takes the very steps that a run takes before it compiles
+(`learning.preflight`), looks at the run's folder, measures prompts against their limits, plays one scripted episode
+through the code that rollouts use, asks the endpoints for a word, and estimates memory, disk and time from sizes alone.
+Problems are collected and printed together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from envace_jax.build import longest_row, model_spec
+from envace_jax.build import longest_row
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
-from envace_jax.datasets.sources import load_tasks
+from envace_jax.distributed import Processes
+from envace_jax.learning.bucket import anew, place
+from envace_jax.learning.preflight import preflight
+from envace_jax.learning.run_dir import same_run
 from envace_jax.model.spec import Qwen3Spec
-from envace_jax.rehearsal.fit import within_limit
-from envace_jax.rehearsal.grounding import make_grounding
+from envace_jax.rehearsal.grounding import Grounding
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import demonstrate
-from envace_jax.report.doctor import disk, endpoint
+from envace_jax.report.doctor import JUDGE, SIMULATOR, Finding, disk, endpoint
 from envace_jax.rewards.judge import JudgeRequest, RuleJudge
-from envace_jax.text.build import chat_format
 from envace_jax.text.chat import ChatFormat
 
 SAMPLE = 64
@@ -45,10 +48,9 @@ class Lengths:
     too_long: float
 
 
-def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict) -> Lengths:
+def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict, grounding: Grounding) -> Lengths:
     """Measured on an even sample of the tasks' own dialogues."""
     chosen = [tasks[i] for i in np.linspace(0, len(tasks) - 1, min(SAMPLE, len(tasks))).astype(int)]
-    grounding = make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
     episode_config = EpisodeConfig.from_config(cfg)
     played = [demonstrate(t, chat, episode_config, grounding=grounding).rows for t in chosen]
     rows = [row for ledgers in played for row in ledgers]
@@ -93,9 +95,8 @@ def matmul_rate() -> float:
     return 2.0 * n**3 * times / (time.perf_counter() - start)
 
 
-def scripted_episode(task: Task, chat: ChatFormat, cfg: ConfigDict) -> str:
+def scripted_episode(task: Task, chat: ChatFormat, cfg: ConfigDict, grounding: Grounding) -> str:
     """Plays the task's own dialogue and, where its items have rules, judges it by them."""
-    grounding = make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
     played = demonstrate(task, chat, EpisodeConfig.from_config(cfg), grounding=grounding)
     passed = judged = 0
     if cfg.rewards.judge == "rules":
@@ -109,8 +110,24 @@ def scripted_episode(task: Task, chat: ChatFormat, cfg: ConfigDict) -> str:
     return f"{len(played.segments)} outputs in {len(played.rows)} ledgers, {len(played.transcript)} turns{verdicts}"
 
 
-def run_dry(cfg: ConfigDict) -> int:
-    """Prints the report; exit status 1 when something is to be mended."""
+def place_problems(cfg: ConfigDict) -> Iterator[str]:
+    """What speaks against beginning, or going on, in the run's folder."""
+    if not anew(cfg):
+        folder = Path(cfg.run_dir)
+        here = folder / "config.json"
+        if not here.exists() and cfg.checkpoint.folder:
+            here = place(cfg.checkpoint.folder) / "run" / "config.json"
+        try:
+            same_run(cfg, here)
+        except UserError as error:
+            yield str(error)
+
+
+def run_dry(cfg: ConfigDict, *, rollouts: bool = True) -> int:
+    """Prints the report; exit status 1 when something is to be mended.
+
+    rollouts: whether the run plays tasks (`train`), or only learns from them (`warmstart`).
+    """
     console = Console(markup=False, highlight=False, soft_wrap=True)
     wrong: list[str] = []
 
@@ -118,13 +135,10 @@ def run_dry(cfg: ConfigDict) -> int:
         console.print(f"{name:<16} {text}")
 
     say("config", "holds")
-    train, held_out = load_tasks(cfg.data)
+    ground = preflight(cfg, Processes(), lambda text: say("note", text), wrong, rollouts=rollouts)
+    train, held_out, chat, spec = ground.train, ground.held_out, ground.chat, ground.spec
     say("data", f"{len(train)} training tasks, {len(held_out)} held out ({cfg.data.source})")
-    if not train:
-        raise UserError("data: there is no training task")
-    overlap = {t.uuid for t in train} & {t.uuid for t in held_out}
-    if overlap:
-        wrong.append(f"data: {len(overlap)} held-out tasks are training tasks too (first: {sorted(overlap)[0]})")
+    wrong += place_problems(cfg)
     if cfg.rewards.judge == "rules":
         bare = [t.uuid for t in train if any(i.rule is None for v in t.checklists for turn in v for i in turn)]
         if bare:
@@ -132,14 +146,35 @@ def run_dry(cfg: ConfigDict) -> int:
                 f"rewards.judge=rules: {len(bare)} tasks have items without a rule (first: {bare[0]}); "
                 "their trajectories would all be masked"
             )
-    chat = chat_format(cfg)
-    limit = cfg.data.max_head_tokens
-    train = within_limit(train, chat, limit, "training", lambda text: say("note", text))
-    within_limit(held_out, chat, limit, "held-out", lambda text: say("note", text))
-    spec = model_spec(cfg, chat)
-    if chat.tokenizer.vocab_size > spec.vocab_size:
-        wrong.append(f"model.tokenizer: {chat.tokenizer.vocab_size} pieces for {spec.vocab_size} embeddings")
-    lengths = ledger_lengths(train, chat, cfg)
+    found = disk(cfg.run_dir)
+    if spec is not None and ground.grounding is not None:
+        found = estimates(cfg, train, chat, spec, ground.grounding, say)
+    if found.ok is False:
+        wrong.append(found.text)
+    for used, (key, name) in (
+        (cfg.rewards.judge == "endpoint", JUDGE),
+        (cfg.learning.arm == "act_only_endpoint", SIMULATOR),
+    ):
+        for answer in endpoint(cfg, key, name) if used and rollouts else ():
+            say(answer.name, answer.text)
+            if answer.ok is False:
+                wrong.append(f"{key}: {answer.text}")
+    for line in wrong:
+        console.print(f"MEND  {line}")
+    console.print("dry run: nothing was started" + (f"; {len(wrong)} to mend" if wrong else ", all is well"))
+    return 1 if wrong else 0
+
+
+def estimates(
+    cfg: ConfigDict,
+    tasks: Sequence[Task],
+    chat: ChatFormat,
+    spec: Qwen3Spec,
+    grounding: Grounding,
+    say: Callable[[str, str], None],
+) -> Finding:
+    """Says how long ledgers are and what memory, disk and time the run takes; returns what was found of the disk."""
+    lengths = ledger_lengths(tasks, chat, cfg, grounding)
     say(
         "lengths",
         f"{lengths.rows:.1f} ledgers a trajectory, mean {lengths.mean_row:.0f} and longest {lengths.longest} tokens, "
@@ -148,7 +183,7 @@ def run_dry(cfg: ConfigDict) -> int:
     if lengths.too_long:
         text = f"{lengths.too_long:.0%} of the dialogues outgrow rows of {longest_row(cfg)} tokens and end early"
         say("note", f"{text} (rollout.max_input_tokens)")
-    say("episode", scripted_episode(train[0], chat, cfg))
+    say("episode", scripted_episode(tasks[0], chat, cfg, grounding))
 
     parts = memory_estimate(spec, cfg)
     detail = ", ".join(f"{name} {v / GIB:.2f}" for name, v in parts.items() if v)
@@ -157,7 +192,7 @@ def run_dry(cfg: ConfigDict) -> int:
     trajectories = cfg.learning.steps * cfg.learning.prompts_per_step * cfg.learning.group_size
     lines = trajectories * lengths.rows * lengths.mean_row * 24.0
     total = checkpoint * (cfg.checkpoint.keep + 1) + lines * bool(cfg.metrics.trajectories)
-    found = disk(cfg.run_dir)
+    found = disk(cfg.run_dir, total)
     say("disk", f"{total / GIB:.2f} GiB ({checkpoint / GIB:.2f} a checkpoint); {found.text}")
     tokens = cfg.learning.prompts_per_step * cfg.learning.group_size * lengths.rows * lengths.mean_row
     flops = (6 + 2 + 2) * spec.n_params() * tokens
@@ -168,12 +203,4 @@ def run_dry(cfg: ConfigDict) -> int:
         f"at least {hours:.2f} h for {cfg.learning.steps} steps on one device like this one "
         f"({tokens:.0f} tokens a step, 10 FLOPs a parameter and token, {rate / 1e9:.0f} GFLOP/s measured)",
     )
-    if cfg.rewards.judge == "endpoint":
-        for finding in endpoint(cfg):
-            say(finding.name, finding.text)
-            if finding.ok is False:
-                wrong.append(f"rewards.endpoint: {finding.text}")
-    for line in wrong:
-        console.print(f"MEND  {line}")
-    console.print("dry run: nothing was started" + (f"; {len(wrong)} to mend" if wrong else ", all is well"))
-    return 1 if wrong else 0
+    return found

@@ -9,6 +9,7 @@ import json
 import pytest
 from learning_common import FakeRow, FakeSegment, FakeTrajectory
 
+from envace_jax.config import UserError
 from envace_jax.learning.metrics import (
     Display,
     JsonlFile,
@@ -106,7 +107,7 @@ def test_jsonl_is_cut_to_the_checkpoint(tmp_path):
     file.write({"step": 2, "again": True})
     file.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2, "again": True}]
-    with pytest.raises(ValueError, match="have been lost"):
+    with pytest.raises(UserError, match="have been lost.*--config.overwrite=true"):
         JsonlFile(path, 10_000)
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,6 +198,20 @@ def test_a_check_that_fails_is_the_exit_status_where_checks_are_required(tmp_pat
     told = capsys.readouterr()
     assert "check FAILED REHEARSE was called (0.0 times" in told.out
     assert ("1 of the run's checks failed (above): REHEARSE was called" in told.err) == required
+
+
+def test_lost_metrics_are_found_before_anything_compiles(unbroken, tmp_path, monkeypatch):
+    def compiling(self):
+        raise AssertionError("programs were compiled")
+
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken, folder)
+    (folder / "metrics.jsonl").write_text("")
+    monkeypatch.setattr(setup.Learner, "compile", compiling)
+    values = {"run_dir": str(folder), "learning.steps": 5}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
+    with pytest.raises(UserError, match="metrics.jsonl has 0 bytes.*lines have been lost"):
+        trainer.run_train(tiny_config(folder, **{"learning.steps": 5}))
 
 
 def test_another_configuration_is_refused_in_the_same_folder(unbroken):

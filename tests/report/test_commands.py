@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from envace_jax import cli
 from envace_jax.datasets.cm2 import task_to_record
 from envace_jax.datasets.quickstart.generator import generate_tasks
+from envace_jax.learning.run_dir import config_values
 from envace_jax.report.show import visible
 
 QUICKSTART = ["--config", "configs/quickstart.py"]
@@ -58,6 +60,67 @@ def test_a_dry_run_checks_and_starts_nothing(tmp_path: Path, capsys: pytest.Capt
     for words in ("80 training tasks", "ledgers a trajectory", "GiB over all devices", "at least"):
         assert words in out
     assert "all is well" in out and not (tmp_path / "run").exists()
+
+
+def damaged_model(folder: Path) -> Path:
+    """The quickstart model, its weights cut off."""
+    shutil.copytree("data/quickstart/model", folder)
+    weights = folder / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size - 4)
+    return folder
+
+
+def test_doctor_goes_on_after_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = damaged_model(tmp_path / "model")
+    options = (
+        "rewards.endpoint.base_url=http://127.0.0.1:9",  # and no model named
+        "rollout.simulator.base_url=http://127.0.0.1:9",
+        "rollout.simulator.model=m",
+        "rollout.worldbook=/nowhere",
+        f"model.path={model}",
+    )
+    assert cli.main(["doctor", *QUICKSTART, *(f"--config.{option}" for option in options)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("cut off", "endpoint model=''", "127.0.0.1:9: outage", "rollout.worldbook='/nowhere'", "ids agree"):
+        assert words in out, words
+
+
+def test_a_dry_run_is_not_well_where_a_run_would_not_be(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options = (
+        "run_dir=/proc/x",
+        "mesh.fsdp=16",
+        "learning.prompts_per_step=5000",
+        "rollout.constrain=act",
+        f"model.path={damaged_model(tmp_path / 'model')}",
+        "data.train_limit=80",
+    )
+    assert cli.main(["train", *QUICKSTART, "--dry_run", *(f"--config.{option}" for option in options)]) == 1
+    out = capsys.readouterr().out
+    mend = [line for line in out.splitlines() if line.startswith("MEND")]
+    for words in ("run_dir='/proc/x'", "asks for 16 devices", "takes 5000 tasks", "importance_cap", "cut off"):
+        assert sum(words in line for line in mend) == 1, (words, mend)
+    assert "all is well" not in out
+    assert cli.main(["train", *QUICKSTART, "--dry_run", "--config.profile_steps=abc"]) == 2
+
+
+def test_a_dry_run_looks_at_the_run_that_lies_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    argv = ["train", *QUICKSTART, "--dry_run", f"--config.run_dir={tmp_path}", "--config.data.train_limit=80"]
+    values = config_values(cli.load_config("configs/quickstart.py")) | {"data.train_limit": 80}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 7}))
+    assert cli.main(argv) == 1
+    assert "holds a run with another configuration: seed: 7 there, 0 here" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text('{"seed":')
+    assert cli.main(argv) == 1
+    assert "config.json: is damaged" in capsys.readouterr().out
+    assert cli.main([*argv, "--config.overwrite=true"]) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_warm_start_is_not_held_to_the_batches_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options = (f"run_dir={tmp_path / 'x'}", "learning.prompts_per_step=5000", "warmstart.steps=2", "data.train_limit=9")
+    assert cli.main(["warmstart", *QUICKSTART, "--dry_run", *(f"--config.{option}" for option in options)]) == 0
+    assert "all is well" in capsys.readouterr().out
 
 
 def test_a_dry_run_collects_what_is_to_mend(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
