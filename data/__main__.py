@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: --out {flags.out}: {error.strerror or error} ({error.filename})", file=sys.stderr)
+        return 2
     bad = (builder.info.metadata or {}).get("bad_records", 0)
     print(f"{folder}: {splits_of(folder)}, {bad} broken records left out")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,17 @@ def test_a_rollout_of_minus_5_tasks_is_refused(capsys: pytest.CaptureFixture) ->
             cli.main(["rollout", "--out", "x", "--tasks", text])
         assert e.value.code == 2
         assert f"argument --tasks: expected a whole number of at least 1, not '{text}'" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_is_found_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "there").write_text("x")
+    (tmp_path / "t.jsonl").write_text("")
+    for command in (["rollout"], ["rescore", str(tmp_path / "t.jsonl")]):
+        for out, words in (("/proc/x/out", "cannot be written"), (str(tmp_path / "there"), "is there already")):
+            assert cli.main([*command, "--out", out]) == 2
+            err = capsys.readouterr().err
+            assert err.startswith(f"envace_jax: --out {out}: {words}") and len(err.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.jsonl", "there"]
 
 
 def test_bounds_are_inclusive() -> None:

@@ -36,6 +36,7 @@ from envace_jax.evaluation.stats import (
     two_level_bootstrap,
     two_level_difference,
 )
+from envace_jax.json_files import read_json
 from envace_jax.options import whole
 
 SEED = 20_011
@@ -104,7 +105,7 @@ def run_study(args: argparse.Namespace) -> int:
             result = one_run(study, arm, seed, tasks, args.out / "runs" / f"{arm}-{seed}")
             _write(path, result)
     found = {run: args.out / f"{run[0]}-{run[1]}.json" for run in study.runs}
-    results = [json.loads(path.read_text()) for path in found.values() if path.exists()]
+    results = [read_json(path) for path in found.values() if path.exists()]
     if not results:
         raise UserError(f"--out {args.out}: holds no result of this study")
     page = args.page or Path(study.page)
@@ -130,8 +131,10 @@ def _narrowed(study: ArmStudy, args: argparse.Namespace) -> ArmStudy:
 
 def _check(study: ArmStudy, path: Path) -> None:
     """Refuses to mix results of different studies in one folder."""
-    there = json.loads(path.read_text())
+    there = read_json(path)
     ours = {"tasks": study.tasks, "overrides": dict(study.overrides)}
+    if not isinstance(there, dict) or not ours.keys() <= there.keys():
+        raise UserError(f"{path}: not a result of a study; name another --out")
     if {name: there[name] for name in ours} != ours:
         raise UserError(f"{path}: was measured on {there['tasks']} tasks with {there['overrides']}; name another --out")
 

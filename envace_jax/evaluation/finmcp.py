@@ -9,7 +9,6 @@ published code), `emr_groups` lets the calls of one message stand in any order (
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.json_files import parse, read_bytes
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,11 @@ def evaluate(path: str | Path) -> tuple[dict[str, dict[str, float]], list[str]]:
     Raises:
         UserError: the file cannot be read or holds no usable record.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
-    try:
-        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
-    except ValueError as error:
-        raise UserError(f"{path}: is neither a JSON list nor JSON lines ({error})") from None
+    data = read_bytes(Path(path))
+    if data.lstrip().startswith(b"["):
+        records = parse(data, str(path))
+    else:
+        records = [parse(line, f"{path}: line {n}") for n, line in enumerate(data.splitlines(), 1) if line.strip()]
     counts: list[Counts] = []
     left_out: list[str] = []
     for number, record in enumerate(records):

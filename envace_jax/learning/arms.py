@@ -33,6 +33,13 @@ class Arm:
     observe_workers: int = 0
 
 
+def learners_of(arm: str) -> Mapping[str, tuple[Role, ...]]:
+    """The parameter sets that an arm trains, each with the roles whose outputs train it."""
+    if arm == "per_role":
+        return {"policy": (Role.ACT,), "rehearse": (Role.REHEARSE,)}
+    return SHARED if arm in ("envace", "single_baseline") else ACT_ONLY
+
+
 def make_arm(cfg: ConfigDict) -> Arm:
     """The arm that the configuration names.
 
@@ -41,22 +48,22 @@ def make_arm(cfg: ConfigDict) -> Arm:
     `act_only_endpoint`: nobody rehearses; records, a real environment or an outside simulator answer.
     """
     name, baseline = cfg.learning.arm, cfg.learning.baseline
+    learners = learners_of(name)
     if name == "envace":
-        return Arm(baseline, SHARED)
+        return Arm(baseline, learners)
     if name == "single_baseline":
-        return Arm("single", SHARED)
+        return Arm("single", learners)
     if name == "per_role":
-        learners = {"policy": (Role.ACT,), "rehearse": (Role.REHEARSE,)}
         return Arm(baseline, learners, rehearse_params="rehearse")
     if name == "frozen_rehearse":
-        return Arm(baseline, ACT_ONLY, frozen=("frozen",), rehearse_params="frozen")
+        return Arm(baseline, learners, frozen=("frozen",), rehearse_params="frozen")
     if name == "recorded":
-        return Arm(baseline, ACT_ONLY, observe=observe_recorded)
+        return Arm(baseline, learners, observe=observe_recorded)
     if name == "real_env":
-        return Arm(baseline, ACT_ONLY, observe=RealObserver())
+        return Arm(baseline, learners, observe=RealObserver())
     if name == "act_only_endpoint":
         workers = int(cfg.rollout.simulator.concurrency)
-        return Arm(baseline, ACT_ONLY, observe=_simulator(cfg), observe_workers=workers)
+        return Arm(baseline, learners, observe=_simulator(cfg), observe_workers=workers)
     raise UserError(f"learning.arm='{name}': expected one of the arms that `envace_jax config` lists")
 
 

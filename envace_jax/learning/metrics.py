@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from envace_jax.config import UserError
 from envace_jax.faults import point
+from envace_jax.json_files import parse
 from envace_jax.learning.advantage import Credit, advantages_of, group_spread
 from envace_jax.learning.trackers import Trackers
 from envace_jax.text.transcript import Role
@@ -254,10 +255,10 @@ class NoSink:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The steps of `metrics.jsonl`; a last line cut off by a kill is left out."""
     records = []
-    for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
+    for line in (Path(run_dir) / "metrics.jsonl").read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            records.append(parse(line, "metrics.jsonl"))
+        except UserError:
             break
     return records
 

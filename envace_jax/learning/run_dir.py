@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
+from envace_jax import json_files
 from envace_jax.config import UserError, flat
 from envace_jax.distributed import Processes
 from envace_jax.faults import point
@@ -69,16 +70,14 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def read_json(path: Path, absent: T) -> T:
     """What a small JSON file of a run holds; `absent` where there is none. Raises `UserError` where it is damaged."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return absent
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: is damaged ({error}); give it back, or start anew with --config.overwrite=true"
-        ) from None
-    if not isinstance(value, type(absent)):
-        raise UserError(f"{path}: expected a JSON {type(absent).__name__}, found a {type(value).__name__}")
+    try:
+        value = json_files.read_json(path)
+        if not isinstance(value, type(absent)):
+            raise UserError(f"{path}: expected a JSON {type(absent).__name__}, found a {type(value).__name__}")
+    except UserError as error:
+        raise UserError(f"{error}; it is damaged: give it back, or start anew with --config.overwrite=true") from None
     return value
 
 

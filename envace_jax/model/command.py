@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from envace_jax.config import UserError, default_config, set_key
+from envace_jax.json_files import read_json
 from envace_jax.model import hub
 from envace_jax.model.card import CardFacts
 from envace_jax.model.hf_folder import Progress, verify_folder
@@ -85,10 +87,21 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
+    """What a run wrote there; empty where it did not. Raises `UserError` where it is damaged."""
+    value = read_json(path) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return value
+
+
+def _config_of(values: dict[str, Any], path: Path) -> ConfigDict:
+    cfg = default_config()
+    for key, value in values.items():
+        try:
+            set_key(cfg, key, tuple(value) if isinstance(value, list) else value)
+        except TypeError:
+            raise UserError(f"{path}: {key}={value!r} is not of the key's type") from None
+    return cfg
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -97,6 +110,7 @@ def run_export(args: argparse.Namespace) -> None:
     import jax.numpy as jnp
 
     from envace_jax.build import lora_config
+    from envace_jax.learning.arms import learners_of
     from envace_jax.learning.bucket import checkpoint_place
     from envace_jax.learning.checkpoint import Checkpoints, file_digest
     from envace_jax.model.card import model_card
@@ -110,10 +124,10 @@ def run_export(args: argparse.Namespace) -> None:
     values = _read_json(args.run_dir / "config.json")
     if not values:
         raise UserError(f"{args.run_dir}: no config.json there; expected the folder of a run")
-    cfg = default_config()
-    with cfg.unlocked():
-        for key, value in values.items():
-            set_key(cfg, key, tuple(value) if isinstance(value, list) else value)
+    cfg = _config_of(values, args.run_dir / "config.json")
+    sets = learners_of(cfg.learning.arm)
+    if args.name not in sets:
+        raise UserError(f"--set {args.name}: learning.arm={cfg.learning.arm} trains {', '.join(sets)}")
     checkpoints = Checkpoints(checkpoint_place(cfg, args.run_dir), say=print)
     step = checkpoints.best() if args.best else checkpoints.latest() if args.step is None else args.step
     if step is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from envace_jax.config import UserError
+from envace_jax.json_files import read_json
 from envace_jax.model import safetensors_io as st
 from envace_jax.model.hf_folder import INDEX, Progress, silent, write_folder
 from envace_jax.model.name_map import EMBED, LM_HEAD, Entry, Piece, axis_sizes, entries, pieces
@@ -38,9 +38,9 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     index = folder / INDEX
     if index.exists():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = read_json(index)["weight_map"]
             names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: no usable weight_map ({error!r})") from None
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.json_files import read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +73,9 @@ class Qwen3Spec:
             path = Path(config)
             path = path / "config.json" if path.is_dir() else path
             where = str(path)
-            try:
-                config = json.loads(path.read_text())
-            except FileNotFoundError:
-                raise UserError(f"{path}: no such file; expected a Hugging Face model folder") from None
-            except json.JSONDecodeError as e:
-                raise UserError(f"{path}: not valid JSON ({e})") from None
+            if not path.exists():
+                raise UserError(f"{path}: no such file; expected a Hugging Face model folder")
+            config = read_json(path)
         if not isinstance(config, Mapping):
             raise UserError(f"{where}: expected a JSON object")
 
@@ -86,14 +84,36 @@ class Qwen3Spec:
                 raise UserError(f"{where}: key '{key}' is missing")
             return config[key]
 
+        def count(key: str, value: Any) -> int:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{where}: {key}={value!r}: expected a whole number above 0")
+            return value
+
+        def number(key: str, value: Any) -> float:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise UserError(f"{where}: {key}={value!r}: expected a number of at least 0")
+            return float(value)
+
+        def section(key: str) -> Mapping[str, Any]:
+            if not isinstance(value := config.get(key) or {}, Mapping):
+                raise UserError(f"{where}: {key}={value!r}: expected a JSON object")
+            return value
+
+        def token(key: str) -> int | None:
+            value = config.get(key)
+            first = next(iter(value), None) if isinstance(value, list) else value
+            if first is not None and (not isinstance(first, int) or isinstance(first, bool) or first < 0):
+                raise UserError(f"{where}: {key}={value!r}: expected a token id")
+            return first
+
         model_type = config.get("model_type", "qwen3")
         if model_type not in ("qwen3", "qwen3_moe"):
             raise UserError(f"{where}: model_type '{model_type}' is not supported; expected qwen3 or qwen3_moe")
-        rope = config.get("rope_parameters") or {}
+        rope = section("rope_parameters")
         theta = config.get("rope_theta", rope.get("rope_theta"))
         if theta is None:
             raise UserError(f"{where}: neither 'rope_theta' nor 'rope_parameters.rope_theta' is present")
-        scaling = config.get("rope_scaling") or rope
+        scaling = section("rope_scaling") or rope
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
             raise UserError(f"{where}: rope type '{kind}' is not supported; expected 'default'")
@@ -109,27 +129,30 @@ class Qwen3Spec:
                 raise UserError(f"{where}: mixed dense and expert layers are not supported")
             moe = dict(
                 # transformers 5 writes num_local_experts, the published files say num_experts.
-                n_experts=config.get("num_local_experts") or need("num_experts"),
-                n_experts_per_token=need("num_experts_per_tok"),
-                d_ff_expert=need("moe_intermediate_size"),
+                n_experts=count("num_experts", config.get("num_local_experts") or need("num_experts")),
+                n_experts_per_token=count("num_experts_per_tok", need("num_experts_per_tok")),
+                d_ff_expert=count("moe_intermediate_size", need("moe_intermediate_size")),
                 norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-                router_aux_coef=float(config.get("router_aux_loss_coef", 0.0)),
+                router_aux_coef=number("router_aux_loss_coef", config.get("router_aux_loss_coef", 0.0)),
             )
-        eos = config.get("eos_token_id")
+        d_model = count("hidden_size", need("hidden_size"))
+        n_heads = count("num_attention_heads", need("num_attention_heads"))
+        # A mixture's dense width is not used, and may be absent.
+        wide = config.get("intermediate_size") or (0 if moe else need("intermediate_size"))
         return cls(
-            vocab_size=need("vocab_size"),
-            d_model=need("hidden_size"),
-            n_layers=need("num_hidden_layers"),
-            n_heads=need("num_attention_heads"),
-            n_kv_heads=config.get("num_key_value_heads") or need("num_attention_heads"),
-            head_dim=config.get("head_dim") or need("hidden_size") // need("num_attention_heads"),
-            d_ff=config.get("intermediate_size") or 0,
-            rope_theta=float(theta),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            vocab_size=count("vocab_size", need("vocab_size")),
+            d_model=d_model,
+            n_layers=count("num_hidden_layers", need("num_hidden_layers")),
+            n_heads=n_heads,
+            n_kv_heads=count("num_key_value_heads", config.get("num_key_value_heads") or n_heads),
+            head_dim=count("head_dim", config.get("head_dim") or d_model // n_heads),
+            d_ff=count("intermediate_size", wide) if wide else 0,
+            rope_theta=number("rope_theta", theta),
+            rms_eps=number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_positions=config.get("max_position_embeddings", 40960),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            max_positions=count("max_position_embeddings", config.get("max_position_embeddings", 40960)),
+            bos_token_id=token("bos_token_id"),
+            eos_token_id=token("eos_token_id"),
             **moe,
         )
 

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for
 from envace_jax.config import UserError
 from envace_jax.datasets.sources import load_tasks
-from envace_jax.options import whole
+from envace_jax.options import new_file, whole
 from envace_jax.rehearsal.grounding import make_grounding
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.settings import RolloutConfig
@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
     from rich.progress import track
 
-    if args.out.exists():
-        raise UserError(f"--out {args.out}: is there already; name a new file")
+    new_file("--out", args.out)
     train, held_out = load_tasks(cfg.data)
     tasks = (train if args.train_split else held_out)[: args.tasks]
     if not tasks:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from envace_jax.config import UserError
 from envace_jax.datasets.cm2 import Task, task_from_record, task_to_record
 from envace_jax.faults import point
+from envace_jax.json_files import read_lines
 from envace_jax.rehearsal.ledger import Row, Segment
 from envace_jax.text.transcript import AssistantOutput, Observation, Role, Step, ToolCall, Transcript, Turn
 
@@ -107,7 +108,9 @@ class Trajectory:
                 counters=dict(value["counters"]),
                 task=None if task is None else task_from_record(task, where=f"{where}: task"),
             )
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except UserError:
+            raise
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
             raise UserError(f"{where}: not a trajectory record ({type(error).__name__}: {error})") from None
 
 
@@ -145,22 +148,9 @@ def read_steps(path: str | Path) -> Iterator[tuple[int | None, Trajectory]]:
 
     A last line that was cut off by a killed run is left out; a broken line anywhere else raises `UserError`.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    broken: UserError | None = None
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if broken is not None:
-                raise broken
-            where = f"{path}: line {number}"
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                broken = UserError(f"{where}: is not JSON ({error})")
-                continue
-            trajectory = Trajectory.from_json(value, where=where)
-            yield value.get("step"), trajectory
+    for where, value in read_lines(path):
+        trajectory = Trajectory.from_json(value, where=where)
+        yield value.get("step"), trajectory
 
 
 # --- parts ------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def find_task(tasks: Sequence[Task], name: str) -> Task:
     for task in tasks:
         if task.uuid == name:
             return task
-    if name.isdigit() and int(name) < len(tasks):
+    if name.isdecimal() and int(name) < len(tasks):
         return tasks[int(name)]
     first = tasks[0].uuid if tasks else "none"
     raise UserError(f"task '{name}': neither a uuid nor a number below {len(tasks)} (the first task is '{first}')")

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError
 from envace_jax.datasets.cm2 import read_tasks
 from envace_jax.datasets.records import ChecklistItem, Task
+from envace_jax.options import new_file
 from envace_jax.rehearsal.trajectory import Trajectory, read_trajectories
 from envace_jax.rewards.checklist import score_checklist
 from envace_jax.rewards.judge import Judge, JudgeRequest, JudgeResult
@@ -103,8 +104,7 @@ def run_rescore(cfg: ConfigDict, args: argparse.Namespace) -> None:
     from envace_jax.build import make_judge
 
     path = args.trajectories / "trajectories.jsonl" if args.trajectories.is_dir() else args.trajectories
-    if args.out.exists():
-        raise UserError(f"--out {args.out}: is there already; name a new file")
+    new_file("--out", args.out)
     checklists: dict[str, Checklists] | None = None
     if args.checklists:
         tasks: list[Task] = read_tasks(args.checklists, cfg.data.on_bad_record)[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envace_jax.config import UserError
+from envace_jax.json_files import read_json
 from envace_jax.text.qwen3_files import qwen3_tokenizer_dir
 from envace_jax.text.sentencepiece_bpe import (
     CHAT_TAGS,
@@ -161,7 +162,7 @@ class HfTokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "tokenizer.json").write_bytes(self._path.read_bytes())
         config_path = self._path.with_name("tokenizer_config.json")
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        config = read_json(config_path) if config_path.is_file() else {}
         _write_config(directory, {"tokenizer_class": "PreTrainedTokenizerFast"} | config, chat_template)
 
 

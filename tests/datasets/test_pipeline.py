@@ -150,3 +150,9 @@ def test_the_command_prepares_traces(tmp_path, capsys):
     path.write_text(json.dumps(episode) + "\n", encoding="utf-8")
     assert prepare_command(["traces", "--path", str(path), "--out", str(tmp_path / "out")]) == 0
     assert "{'train': 1}, 0 broken records" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(capsys):
+    for out in ("/proc/x", "/etc/hostname/y"):
+        assert prepare_command(["quickstart", "--out", out]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: --out {out}: No")

@@ -73,7 +73,7 @@ def test_files_and_what_is_left_out(tmp_path):
 
 def test_nothing_usable_is_an_error(tmp_path):
     path = tmp_path / "p.json"
-    for text, message in (("[]", "empty"), ("[1]", "no usable record"), ("{", "neither")):
+    for text, message in (("[]", "empty"), ("[1]", "no usable record"), ("{", "line 1: is not JSON")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             evaluate(path)

@@ -58,7 +58,7 @@ def test_what_is_no_result_file_is_named(tmp_path):
     path = tmp_path / "x"
     with pytest.raises(ValueError, match="no such file"):
         read_results(path)
-    for text, message in (("[]\n", "no header"), ("\n", "line 1|no header"), ("no\n{}\n", "line 1 is not JSON")):
+    for text, message in (("[]\n", "no header"), ("\n", "line 1|no header"), ("no\n{}\n", "line 1: is not JSON")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_results(path)

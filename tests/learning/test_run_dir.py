@@ -63,7 +63,7 @@ def test_the_number_of_steps_is_free_where_nothing_depends_on_it(tmp_path: Path,
 @pytest.mark.parametrize("text", ["", '{"seed":', "[1]", "\xff\xfe", "[" * 100_000])
 def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match="config.json: (is damaged|expected a JSON)"):
+    with pytest.raises(UserError, match="config.json: .*it is damaged"):
         opened(tiny_config(tmp_path))
     opened(tiny_config(tmp_path, overwrite=True))
     assert json.loads((tmp_path / "config.json").read_text())["run_dir"] == str(tmp_path)
@@ -71,5 +71,5 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
 
 def test_damaged_starts_are_named(tmp_path: Path) -> None:
     (tmp_path / "starts.json").write_text("[{")
-    with pytest.raises(UserError, match="starts.json: is damaged"):
+    with pytest.raises(UserError, match="starts.json: .*it is damaged"):
         note_start(tiny_config(tmp_path), tmp_path, "one device")

@@ -39,6 +39,33 @@ def run_dir(tmp_path):
     return folder, params
 
 
+def test_a_set_that_the_arm_does_not_train_is_named(run_dir, tmp_path, capsys):
+    folder, _ = run_dir
+    assert cli.main(["export", str(folder), str(tmp_path / "model"), "--set", "rehearse"]) == 2
+    assert "--set rehearse: learning.arm=envace trains policy" in capsys.readouterr().err
+
+
+def test_a_damaged_record_of_a_run_is_named(run_dir, tmp_path, capsys):
+    folder, _ = run_dir
+    values = json.loads((folder / "config.json").read_text())
+    for text, words in (
+        ("{", "config.json: is not JSON"),
+        ("[1]", "config.json: expected a JSON object"),
+        (json.dumps(values | {"seed": "x"}), "config.json: seed='x' is not of the key's type"),
+        (json.dumps(values | {"zzz": 1}), "config key 'zzz' is unknown"),
+    ):
+        (folder / "config.json").write_text(text)
+        assert cli.main(["export", str(folder), str(tmp_path / "model")]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_an_export_that_cannot_be_written_is_one_line(run_dir, capsys):
+    folder, _ = run_dir
+    assert cli.main(["export", str(folder), "/proc/model"]) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert len(err) == 1 and err[0].startswith("envace_jax: /proc")
+
+
 def test_export_of_a_run_is_a_whole_model_folder(run_dir, tmp_path, capsys):
     folder, params = run_dir
     out = tmp_path / "model"

@@ -69,6 +69,26 @@ def test_a_killed_run_loses_its_last_line_only(chat, tmp_path):
         list(read_trajectories(tmp_path / "none.jsonl"))
 
 
+def test_what_is_no_trajectory_is_named(chat, tmp_path):
+    path = tmp_path / "t.jsonl"
+    whole = json.dumps(play(make_task(), chat).to_json())
+    nested = whole.replace('"verdicts": ', f'"verdicts": {"[" * 990 + "]" * 990}, "before": ')
+    role = json.loads(whole)
+    role["segments"][0]["role"] = "oracle"
+    number = json.loads(whole) | {"group": "x"}
+    for line, words in (
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (nested.encode(), "not a trajectory record|is nested too deeply"),
+        (json.dumps(role).encode(), "not a trajectory record.*'oracle'"),
+        (json.dumps(number).encode(), "not a trajectory record"),
+        (b"[1]", "not a trajectory record"),
+    ):
+        path.write_bytes(line + b"\n" + whole.encode() + b"\n")
+        with pytest.raises(UserError, match=f"line 1: ({words})"):
+            list(read_trajectories(path))
+
+
 def test_the_learner_takes_it(chat):
     """Its rows give training rows: every sampled id once, with the advantage of its role."""
     played = play(make_task(), chat)

@@ -47,6 +47,8 @@ def test_show_prints_prompts_and_the_token_table(capsys: pytest.CaptureFixture) 
     assert "advantage" in table and "yes" in table and "<|im_end|>" in table
     assert cli.main(["show", "no such task", *QUICKSTART]) == 2
     assert "neither a uuid nor a number" in capsys.readouterr().err
+    assert cli.main(["show", "\u00b2", *QUICKSTART]) == 2
+    assert "neither a uuid nor a number" in capsys.readouterr().err
 
 
 def test_what_is_shown_cannot_speak_to_the_terminal() -> None:
@@ -112,7 +114,7 @@ def test_a_dry_run_looks_at_the_run_that_lies_there(tmp_path: Path, capsys: pyte
     assert "holds a run with another configuration: seed: 7 there, 0 here" in capsys.readouterr().out
     (tmp_path / "config.json").write_text('{"seed":')
     assert cli.main(argv) == 1
-    assert "config.json: is damaged" in capsys.readouterr().out
+    assert "config.json: is not JSON" in capsys.readouterr().out
     assert cli.main([*argv, "--config.overwrite=true"]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
