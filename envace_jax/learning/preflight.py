@@ -71,7 +71,8 @@ def preflight(
         except UserError as error:
             if wrong is None:
                 raise
-            wrong.append(str(error))
+            if str(error) not in wrong:  # the worldbook is looked at for two ends
+                wrong.append(str(error))
 
     if rollouts:
         for check in (lambda: constrained(cfg), lambda: overlap.check(cfg, processes)):
