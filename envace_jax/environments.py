@@ -48,6 +48,10 @@ def make_environment(task: Task) -> Environment:
         from envace_jax.evaluation.text_worlds import ScienceWorldEnvironment
 
         environment = ScienceWorldEnvironment()
+    elif name == "terminal":
+        from envace_jax.evaluation.text_worlds import TerminalEnvironment
+
+        environment = TerminalEnvironment()
     elif name in ("tau2_airline", "tau2_retail"):
         from envace_jax.datasets.tau2 import Tau2Environment
 
@@ -55,10 +59,13 @@ def make_environment(task: Task) -> Environment:
     else:
         raise UserError(
             f"task {task.uuid}: meta.environment is {name!r}, expected quickstart, bfcl, bfcl_single, "
-            "scienceworld, tau2_airline or tau2_retail"
+            "scienceworld, terminal, tau2_airline or tau2_retail"
         )
     environment.reset(task)
     return environment
+
+
+_SHELL_REFUSALS = (": No such file or directory", ": command not found", ": cannot ", ": Permission denied")
 
 
 def is_rejection(environment_name: str, value: Any) -> bool:
@@ -67,6 +74,8 @@ def is_rejection(environment_name: str, value: Any) -> bool:
         return True
     if environment_name == "bfcl":
         return isinstance(value, str) and value.startswith("Error during execution")
+    if environment_name == "terminal":
+        return isinstance(value, str) and any(words in value for words in _SHELL_REFUSALS)
     if environment_name == "scienceworld":
         return isinstance(value, str) and value.startswith(("No known action matches", "It's not clear how"))
     if environment_name.startswith("tau2"):

@@ -267,7 +267,8 @@ def episode_from_task(task: Task) -> TraceEpisode:
     waiting: list[str] = []
     for i, message in enumerate(task.messages):
         if message.role == "tool":
-            events.append(TraceEvent("environment", "observation", message.content, {"call_id": waiting.pop(0)}))
+            text = _screen_text(message.content)
+            events.append(TraceEvent("environment", "observation", text, {"call_id": waiting.pop(0)}))
             continue
         actor = {"assistant": "agent"}.get(message.role, message.role)
         if message.content:
@@ -287,6 +288,18 @@ def episode_from_task(task: Task) -> TraceEpisode:
         initial_state=meta.get("initial_state"),
         metadata={"source": task.source},
     )
+
+
+def _screen_text(content: str) -> str:
+    """A result that is one JSON string as the text that it holds: what a terminal or a text world showed.
+
+    A string that would read as another JSON value stays as it is.
+    """
+    try:
+        value = json.loads(content) if content[:1] == '"' else None
+    except ValueError:
+        return content
+    return value if isinstance(value, str) and value.strip()[:1] not in '{["-0123456789tfn' else content
 
 
 def episode_from_bfcl(record: Any, where: str) -> TraceEpisode:

@@ -36,9 +36,7 @@ TEST_TIME_SAMPLING = (1.0, 1.0)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="a benchmark, or what to do with a result file")
-    parser.add_argument(
-        "files", nargs="*", type=Path, help="result or prediction files (compare, finmcp, …)"
-    )
+    parser.add_argument("files", nargs="*", type=Path, help="result or prediction files (compare, finmcp, …)")
     parser.add_argument("--out", type=Path, help="result file (default: RUN_DIR/evaluation/BENCHMARK.jsonl)")
     parser.add_argument("--split", choices=("heldout", "train", "all"), default="heldout")
     parser.add_argument("--category", action="append", default=[], help="only this part of the benchmark (repeatable)")

@@ -1,21 +1,33 @@
-"""A policy's REHEARSE as the agent of a harness: it answers what rules do not, under its own prompt and greedily."""
+"""A policy's REHEARSE as the model of a world: it answers what rules do not, under its own prompt and greedily.
+
+`RehearseModel.system` gives the five systems of `envace_jax.worldbook.baselines` with REHEARSE in place of a chat
+model: what a system puts into a chat model's prompt stands here as recorded calls or notes in REHEARSE's own. It has no
+tools, so there is no loop: ``harness_only`` asks what ``direct`` asks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from envace_jax.datasets.records import Task
+from envace_jax.datasets.records import RecordedCall, Task
+from envace_jax.datasets.traces import task_group
 from envace_jax.evaluation.fidelity import Pair
 from envace_jax.evaluation.quickstart import FidelityCase, ask_rehearse
-from envace_jax.rehearsal.grounding import Grounding, NoGrounding
+from envace_jax.rehearsal.grounding import Brief, Grounding, NoGrounding
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import demonstrate
 from envace_jax.text.transcript import Message, Role, ToolCall, canonical_json
-from envace_jax.worldbook.harness import AgentRequest, Prediction
+from envace_jax.worldbook.baselines import CONTENT, StaticBlock, SystemConfig, make_system
+from envace_jax.worldbook.grounding import WorldbookGrounding
+from envace_jax.worldbook.harness import AgentRequest, Harness, Prediction
 from envace_jax.worldbook.ingest import observation_value
 from envace_jax.worldbook.records import ActionSpec
+from envace_jax.worldbook.retrieve import Retriever
+from envace_jax.worldbook.store import Worldbook
+from envace_jax.worldbook.workspace import open_session
 
 
 class RehearseAgent:
@@ -75,6 +87,71 @@ class RehearseAgent:
         messages.append(Message("assistant", "Done."))
         # The group keeps the task's own traces out of a worldbook's brief, as in training.
         return Task(session.group or "session", "traces", tuple(messages), self.tools, (), {})
+
+
+class TraceGrounding:
+    """Raw recorded turns as recorded calls, ungated, the most similar last; nothing of the task's own group."""
+
+    def __init__(self, book: Worldbook, turns: int = 5):
+        self.retriever, self.turns = Retriever(book, gate=False), turns
+
+    def brief(self, task: Task, state: Any, call: ToolCall) -> Brief:
+        group = task_group(task)
+        found = self.retriever.retrieve(
+            open_session(group=group), call.name, dict(call.arguments), exclude=group, similar=self.turns
+        )
+        turns = [
+            RecordedCall(
+                g.item.action, g.item.arguments, canonical_json(observation_value(g.item.observation)), 0, 0, 0
+            )
+            for g in reversed(found.similar)
+        ]
+        return Brief(tuple(turns))
+
+
+class BlockGrounding:
+    """The fixed block of the static worldbook as one note."""
+
+    def __init__(self, book: Worldbook):
+        self.block = StaticBlock(book)
+
+    def brief(self, task: Task, state: Any, call: ToolCall) -> Brief:
+        group = task_group(task)
+        return Brief((), (self.block.text(open_session(group=group), call.name, dict(call.arguments), group),))
+
+
+class RehearseModel:
+    """The REHEARSE of a configuration's policy, loaded once, behind each of the systems.
+
+    Args:
+        config: a configuration file; its policy answers greedily within its own limits on lengths.
+    """
+
+    def __init__(self, config: str):
+        from envace_jax.build import chat_format, load_model, make_engine, mesh_for
+        from envace_jax.config_file import read_config
+        from envace_jax.rehearsal.settings import RolloutConfig
+
+        cfg = read_config(config)
+        self.chat = chat_format(cfg)
+        spec, params = load_model(cfg, self.chat, mesh_for(cfg))
+        self.engine = make_engine(cfg, spec, params)
+        self.episode = RolloutConfig.from_config(cfg).episode
+        self.name = f"REHEARSE of {Path(cfg.model.path).name or 'random weights'}"
+
+    def system(self, book: Worldbook, config: SystemConfig) -> Harness:
+        """A system as a harness."""
+        grounding: Grounding = NoGrounding()
+        if config.system == "trace_rag":
+            grounding = TraceGrounding(book)
+        elif config.system == "static_worldbook":
+            grounding = BlockGrounding(book)
+        elif config.system == "full":
+            state = "full" if config.state else "none"
+            grounding = WorldbookGrounding(book, state=state, content=CONTENT[config.content])
+        harness = make_system(book, None, config)
+        harness.agent = RehearseAgent(self.engine, self.chat, self.episode, book.actions, grounding)
+        return harness
 
 
 def _tool(action: ActionSpec) -> dict[str, Any]:

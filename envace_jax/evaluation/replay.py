@@ -9,6 +9,7 @@ counted separately as well.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -106,6 +107,32 @@ class CautiousAgent:
             if is_rejection(self.name, history[-1][2]) and not is_rejection(self.name, recorded):
                 return None
         return calls[len(history)].name, calls[len(history)].arguments
+
+
+class ReadingAgent(CautiousAgent):
+    """The cautious agent, except that it knows only what it was told: it stops after an empty answer where the recorded
+    one is not, and before a call with a word that the recording first shows in an answer and that nothing it saw has
+    shown (so it could not have made the call)."""
+
+    def act(self, task: Task, history: Sequence[Turn]) -> Call | None:
+        call = super().act(task, history)
+        if call is None:
+            return None
+        results = [json.loads(c.result) for c in task.recorded_calls[: len(history)]]
+        if history and not words(history[-1][2]) and words(results[-1]):
+            return None
+        # What is in the request, or in no answer (the agent's own choice of words), needs no answer.
+        known = set().union(*map(words, task.user_turns), *(words([made, value]) for _, made, value in history))
+        return None if words(call[1]) & set().union(*map(words, results)) - known else call
+
+
+def words(value: Any) -> set[str]:
+    """Words and numbers of a JSON value or a text, in lower case."""
+    text = value if isinstance(value, str) else re.sub(r"\\[nrt]", " ", canonical_json(value))
+    return set(_WORD.findall(text.lower()))
+
+
+_WORD = re.compile(r"[a-z0-9]{2,}")
 
 
 def play(agent: ReplayAgent, task: Task, environment: Environment, max_steps: int = MAX_STEPS) -> list[Turn]:

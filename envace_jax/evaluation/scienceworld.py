@@ -75,7 +75,7 @@ def _task(world: Any, name: str, variation: int, split: str) -> Task:
         "environment": SOURCE,
         "split": "train" if split == "train" else "heldout",
         "category": name,
-        "initial_state": {"task": name, "variation": variation},
+        "simulation": {"task": name, "variation": variation},
     }
     messages = (Message("system", RULES), Message("user", world.get_task_description()))
     return Task(f"scienceworld-{name}-{variation}", SOURCE, messages, (TOOL,), (), meta)
@@ -83,7 +83,7 @@ def _task(world: Any, name: str, variation: int, split: str) -> Task:
 
 def with_gold_path(task: Task) -> Task:
     """The task with the simulator's own solution as its reference dialogue, one action an output."""
-    state = task.meta["initial_state"]
+    state = task.meta["simulation"]
     with _lock:
         world = _world()
         world.load(state["task"], state["variation"], "easy", generateGoldPath=True)
@@ -104,7 +104,7 @@ def with_gold_path(task: Task) -> Task:
 def score(task: Task, transcript: Transcript) -> dict[str, float]:
     """The simulator's score after the transcript's calls, in 0..1; below zero (a wrong focus ends a task so) is 0."""
     calls = [call for turn in transcript for call, _ in turn_calls(turn)]
-    state = task.meta["initial_state"]
+    state = task.meta["simulation"]
     reached = 0
     with _lock:
         world = _world()

@@ -180,7 +180,7 @@ def network_namespace_works() -> bool:
 class ScienceWorldEnvironment:
     """ScienceWorld (PyPI ``scienceworld``; needs Java): ``step("do", {"action": text})``; forks by replay.
 
-    ``meta["initial_state"]``: ``{"task": name, "variation": number}``.
+    ``meta["simulation"]``: ``{"task": name, "variation": number}``.
     """
 
     def __init__(self) -> None:
@@ -198,10 +198,9 @@ class ScienceWorldEnvironment:
         problem = scienceworld_missing()
         if problem:
             raise UserError(problem)
-        from scienceworld import ScienceWorldEnv
-
-        self.meta = dict(task.meta.get("initial_state") or {})
-        self.world = ScienceWorldEnv("", envStepLimit=100)
+        self.meta = dict(task.meta.get("simulation") or {})
+        self.close()
+        self.world = _simulator()
         self.world.load(self.meta["task"], int(self.meta.get("variation", 0)), "easy")
         self.world.reset()
         self.done_actions, self.score = [], 0
@@ -227,13 +226,29 @@ class ScienceWorldEnvironment:
         return hashlib.sha256(f"{self.score}\n{self.world.look()}\n{self.world.inventory()}".encode()).hexdigest()
 
     def close(self) -> None:
-        if self.world is not None:
+        """Leave the simulator to the next episode; a few are kept, since each is a Java process that takes seconds."""
+        if self.world is not None and len(_idle) < MAX_IDLE:
+            _idle.append(self.world)
+        elif self.world is not None:
             self.world.close()
-            self.world = None
+        self.world = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the simulator may be gone before us
             self.close()
+
+
+MAX_IDLE = 4
+_idle: list[Any] = []
+
+
+def _simulator() -> Any:
+    """An idle simulator, or a new one."""
+    from scienceworld import ScienceWorldEnv
+
+    with contextlib.suppress(IndexError):
+        return _idle.pop()
+    return ScienceWorldEnv("", envStepLimit=100)
 
 
 def scienceworld_missing() -> str:
@@ -246,4 +261,4 @@ def scienceworld_missing() -> str:
 
 
 def _as_task(meta: dict[str, Any]) -> Task:
-    return Task("fork", "scienceworld", (), (), (), {"initial_state": meta})
+    return Task("fork", "scienceworld", (), (), (), {"simulation": meta})

@@ -20,6 +20,7 @@ from envace_jax.worldbook.completer import BudgetExceeded, Completer, Completion
 from envace_jax.worldbook.harness import AgentRequest, Harness, HarnessConfig, Prediction
 from envace_jax.worldbook.retrieve import Retriever
 from envace_jax.worldbook.store import Worldbook
+from envace_jax.worldbook.workspace import Session
 
 SYSTEMS = ("direct", "trace_rag", "static_worldbook", "harness_only", "full")
 CONTENT = {
@@ -74,7 +75,11 @@ def make_system(book: Worldbook, completer: Completer | None, config: SystemConf
     harness = Harness(
         book,
         None,
-        HarnessConfig(use_rules=config.rules and config.state, track_state=config.state),
+        HarnessConfig(
+            # Rules are part of the abstraction tier and stand on the tracked state: without either, none answers.
+            use_rules=config.rules and config.state and "abstraction" in CONTENT[config.content],
+            track_state=config.state,
+        ),
     )
     limits = BriefLimits(content=CONTENT[config.content], state=config.state)
     return _with_agent(harness, Retriever(book, config.identity, config.gate), completer, config, limits)
@@ -108,7 +113,8 @@ class PromptAgent:
 
     def __init__(self, book: Worldbook, completer: Completer, config: SystemConfig):
         self.book, self.completer, self.config = book, completer, config
-        self.retriever = None if config.system == "direct" else Retriever(book, config.identity, gate=False)
+        self.retriever = Retriever(book, config.identity, gate=False) if config.system == "trace_rag" else None
+        self.block = StaticBlock(book, config.identity) if config.system == "static_worldbook" else None
 
     def predict(self, requests: Sequence[AgentRequest]) -> list[Prediction]:
         return in_parallel(self._one, requests, self.config.parallel)
@@ -142,26 +148,35 @@ class PromptAgent:
         return out
 
     def _extra(self, request: AgentRequest) -> str:
+        session = request.session
+        exclude = session.group if self.config.exclude_own else ""
+        if self.block is not None:
+            return self.block.text(session, request.name, request.arguments, exclude)
         if self.retriever is None:
             return ""
-        exclude = request.session.group if self.config.exclude_own else ""
-        rag = self.config.system == "trace_rag"
-        found = self.retriever.retrieve(
-            request.session, request.name, request.arguments, exclude=exclude, similar=5 if rag else 6, demonstrations=4
-        )
-        if rag:
-            turns = [
-                f"{g.item.action} {canonical_json(g.item.arguments)}\n→ {g.item.observation}" for g in found.similar
-            ]
-            return "# Recorded elsewhere\n" + "\n".join(fenced(t, 4_000) for t in turns) if turns else ""
+        found = self.retriever.retrieve(session, request.name, request.arguments, exclude=exclude, similar=5)
+        turns = [f"{g.item.action} {canonical_json(g.item.arguments)}\n→ {g.item.observation}" for g in found.similar]
+        return "# Recorded elsewhere\n" + "\n".join(fenced(t, 4_000) for t in turns) if turns else ""
+
+
+class StaticBlock:
+    """The block of the static worldbook: schema, rules, contracts, notes, examples of one action, without the gate and
+    without a word on what applies now."""
+
+    def __init__(self, book: Worldbook, identity: str = "names"):
+        self.book, self.retriever = book, Retriever(book, identity, gate=False)
+
+    def text(self, session: Session, name: str, arguments: Mapping[str, Any], exclude: str) -> str:
+        """The block for a call; nothing of the group ``exclude``."""
+        found = self.retriever.retrieve(session, name, dict(arguments), exclude=exclude, similar=6, demonstrations=4)
         limits = BriefLimits(fields=80, similar_chars=3_000, demo_chars=1_500)
         found = replace(found, rules=())
-        sections = worldbook_sections(self.book, request.session, request.name, request.arguments, found, limits)
-        # The block is fixed: rules are shown with their conditions, but nothing is said of whether they apply now.
+        sections = worldbook_sections(self.book, session, name, dict(arguments), found, limits)
+        # Rules are shown with their conditions, but nothing is said of whether they apply now.
         rules = [
             rule_lines(r).replace(", may apply", "")
             for r in self.book.rules
-            if r.action_type == request.name and self.retriever.rule_visible(r, exclude)
+            if r.action_type == name and self.retriever.rule_visible(r, exclude)
         ][:12]
         return "\n\n".join([*sections, *(["# Rules\n" + "\n".join(rules)] if rules else [])])
 

@@ -19,12 +19,11 @@ from envace_jax.worldbook.baselines import CONTENT, SYSTEMS, CopyingCompleter, S
 from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
 from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
 from envace_jax.worldbook.completer import Completer, EndpointCompleter, ScriptedCompleter
-from envace_jax.worldbook.harness import Harness, HarnessConfig
+from envace_jax.worldbook.harness import Harness
 from envace_jax.worldbook.patch import apply_patch, read_patch
 from envace_jax.worldbook.records import EXECUTABLE_CONFIDENCE, FAST_PATH_CONFIDENCE
 from envace_jax.worldbook.service import WorldbookService, simulate
 from envace_jax.worldbook.store import (
-    Worldbook,
     load_worldbook,
     read_manifest,
     rule_text,
@@ -99,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rehearse",
         default="",
         metavar="CONFIG",
-        help="a configuration whose policy's REHEARSE answers as well, without and with the brief",
+        help="a configuration whose policy's REHEARSE answers in place of a chat model",
     )
     versus.add_argument("--resamples", type=whole(1), default=10_000)
     versus.add_argument("--out", default="", help="write every row's scores there as JSON lines")
@@ -309,7 +308,7 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
         print(
             f"{len(leaks)} of {len(rows)} rows are known to the worldbook, {leaks[0]['row']} ({leaks[0]['kind']}) first"
         )
-    model = CopyingCompleter() if args.copying else make_completer(args)
+    model = _compared_model(args)
     label = getattr(model, "name", "") or args.model or ("script" if args.script else "no model")
     results = []
     for name in args.systems:
@@ -317,12 +316,10 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
             system, title = make_system(book, None, SystemConfig()), "rules alone (no model)"
         else:
             if model is None:
-                raise UserError(f"--systems {name}: needs a model: --endpoint, --script or --copying")
+                raise UserError(f"--systems {name}: needs a model: --endpoint, --script, --rehearse or --copying")
             config = SystemConfig(name, args.content, not args.single_shot, not args.no_state)
-            system, title = make_system(book, model, config), f"{name} ({label})"
-        results.append(evaluation.evaluate_system(title, system, rows))
-        print(f"{title}: {len(rows) - results[-1].failed} of {len(rows)} rows answered", flush=True)
-    for title, system in _rehearse_systems(args.rehearse, book) if args.rehearse else ():
+            title = f"{name} ({label})"
+            system = make_system(book, model, config) if hasattr(model, "complete") else model.system(book, config)
         results.append(evaluation.evaluate_system(title, system, rows))
         print(f"{title}: {len(rows) - results[-1].failed} of {len(rows)} rows answered", flush=True)
     for metric in args.metric:
@@ -337,27 +334,13 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rehearse_systems(config: str, book: Worldbook) -> list[tuple[str, Harness]]:
-    """REHEARSE of a configuration's policy alone, with the worldbook's brief, and behind its rules."""
-    from envace_jax.build import chat_format, load_model, make_engine, mesh_for
-    from envace_jax.config_file import read_config
-    from envace_jax.evaluation.rehearse_agent import RehearseAgent
-    from envace_jax.rehearsal.settings import RolloutConfig
-    from envace_jax.worldbook.grounding import WorldbookGrounding
+def _compared_model(args: argparse.Namespace) -> Any:
+    """What answers in the compared systems: a completer, or a policy's REHEARSE; None for rules alone."""
+    if args.rehearse:
+        from envace_jax.evaluation.rehearse_agent import RehearseModel
 
-    cfg = read_config(config)
-    chat = chat_format(cfg)
-    spec, params = load_model(cfg, chat, mesh_for(cfg))
-    engine, episode = make_engine(cfg, spec, params), RolloutConfig.from_config(cfg).episode
-    plain = RehearseAgent(engine, chat, episode, book.actions)
-    briefed = RehearseAgent(engine, chat, episode, book.actions, WorldbookGrounding(book))
-    name = Path(cfg.model.path).name or "random weights"
-    alone = HarnessConfig(use_rules=False, track_state=False)
-    return [
-        (f"REHEARSE ({name}), no grounding", Harness(Worldbook(), plain, alone)),
-        (f"REHEARSE ({name}), worldbook brief", Harness(Worldbook(), briefed, alone)),
-        (f"rules, then REHEARSE ({name})", Harness(book, plain)),
-    ]
+        return RehearseModel(args.rehearse)
+    return CopyingCompleter() if args.copying else make_completer(args)
 
 
 def run_worldbook_simulate(args: argparse.Namespace, lines: Iterable[str] | None = None) -> int:

@@ -40,6 +40,7 @@ class WorldbookGrounding:
         state: ``tracked``: REHEARSE sees what its own earlier answers imply, and nothing else of the state; ``full``:
             the task's explicit initial state as well; ``none``.
         chars: room for the whole brief.
+        content: tiers of the worldbook that the brief is made from.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WorldbookGrounding:
         state: str = "tracked",
         chars: int = 6_000,
         cache: int = 10_000,
+        content: tuple[str, ...] = BriefLimits.content,
     ):
         if state not in ("tracked", "full", "none"):
             raise UserError(f"worldbook grounding: state={state!r}: expected tracked, full or none")
@@ -60,7 +62,7 @@ class WorldbookGrounding:
         self.hint, self.state, self.chars = hint, state, chars
         self.cache = RetrievalCache(cache)
         self._sessions = RetrievalCache(cache)
-        self.limits = BriefLimits(state=False, similar_chars=1_200, demo_chars=800)
+        self.limits = BriefLimits(state=False, similar_chars=1_200, demo_chars=800, content=content)
 
     def brief(self, task: Task, state: Any, call: ToolCall) -> Brief:
         """The brief for one call: notes only, since recorded answers come gated and sanitised inside them."""

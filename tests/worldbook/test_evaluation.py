@@ -130,7 +130,7 @@ def test_the_terminal_answers_waits_continues_and_forgets() -> None:
 @pytest.mark.quick
 def test_scienceworld_runs_or_says_what_is_missing() -> None:
     problem = scienceworld_missing()
-    task = Task("t", "x", (), (), (), {"initial_state": {"task": "boil", "variation": 0}})
+    task = Task("t", "x", (), (), (), {"simulation": {"task": "boil", "variation": 0}})
     if problem:
         with pytest.raises(UserError, match="scienceworld|Java"):
             ScienceWorldEnvironment().reset(task)
