@@ -34,7 +34,6 @@ TIMEOUT = "timeout"  # one attempt or all of them took too long
 MALFORMED = "malformed"  # a body that is no chat completion, or content that is not the JSON asked for
 REFUSED = "refused"  # the model declined, or the endpoint filtered the request
 REJECTED = "rejected"  # 4xx other than 408 and 429: our request is wrong for this endpoint
-CAUSES = (OUTAGE, TIMEOUT, MALFORMED, REFUSED, REJECTED)
 
 MAX_CONTENT_BYTES = 4 << 20
 

@@ -250,13 +250,13 @@ def bfcl_success(task: Task, calls_by_turn: Sequence[Sequence[ToolCall]]) -> boo
 # --- reading the package ---
 
 
-_NEEDS = "BFCL needs two packages: pip install mpmath==1.3.0 && pip install --no-deps bfcl-eval==2026.3.23"
+NEEDS = "BFCL needs two packages: pip install mpmath==1.3.0 && pip install --no-deps bfcl-eval==2026.3.23"
 
 
 def _data_dir() -> Path:
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(_NEEDS)
+        raise UserError(NEEDS)
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
@@ -287,7 +287,7 @@ def _class(class_name: str) -> Any:
     try:
         module = importlib.import_module(CLASS_FILE_PATH_MAPPING[class_name])
     except ModuleNotFoundError as error:
-        raise UserError(f"{_NEEDS} ({error})") from None
+        raise UserError(f"{NEEDS} ({error})") from None
     return getattr(module, class_name)
 
 
@@ -299,7 +299,7 @@ def _parameters(class_name: str, method: str) -> tuple[str, ...]:
 def _tool(doc: dict[str, Any]) -> dict[str, Any]:
     returns = {name: sub.get("type") for name, sub in doc.get("response", {}).get("properties", {}).items()}
     description = doc["description"] + (f" Returns {canonical_json(returns)}." if returns else "")
-    function = {"name": doc["name"], "description": description, "parameters": _schema(doc["parameters"])}
+    function = {"name": doc["name"], "description": description, "parameters": json_schema(doc["parameters"])}
     return {"type": "function", "function": function}
 
 
@@ -314,7 +314,7 @@ def _fitting(doc: dict[str, Any], calls_by_turn: list[list[ToolCall]]) -> dict[s
     return doc
 
 
-def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """JSON schema of a BFCL parameter description, whose type names are Python's."""
     out = dict(schema)
     kind = out.get("type")
@@ -323,9 +323,9 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
         if out["type"] is None:
             del out["type"]
     if "properties" in out:
-        out["properties"] = {name: _schema(sub) for name, sub in out["properties"].items()}
+        out["properties"] = {name: json_schema(sub) for name, sub in out["properties"].items()}
     if isinstance(out.get("items"), dict):
-        out["items"] = _schema(out["items"])
+        out["items"] = json_schema(out["items"])
     return out
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from envace_jax.config import UserError
-from envace_jax.datasets.bfcl import _NEEDS, _schema
+from envace_jax.datasets.bfcl import NEEDS, json_schema
 from envace_jax.datasets.records import Task, spread
 from envace_jax.text.transcript import Message, ToolCall
 
@@ -80,7 +80,7 @@ def _tasks(category: str) -> tuple[Task, ...]:
     try:
         utils = importlib.import_module("bfcl_eval.utils")
     except ModuleNotFoundError as error:
-        raise UserError(f"{_NEEDS} ({error})") from None
+        raise UserError(f"{NEEDS} ({error})") from None
     shown = utils.load_dataset_entry(category)
     raw = utils.load_dataset_entry(category, include_language_specific_hint=False)
     answers = [None] * len(raw)
@@ -97,7 +97,7 @@ def _task(category: str, shown: dict[str, Any], raw: dict[str, Any], answer: Any
             "function": {
                 "name": function["name"],
                 "description": function.get("description", ""),
-                "parameters": _schema(function["parameters"]),
+                "parameters": json_schema(function["parameters"]),
             },
         }
         for function in shown["function"]

@@ -24,6 +24,7 @@ from envace_jax.config import UserError
 from envace_jax.datasets.parquet import parquet_records
 from envace_jax.datasets.records import ChecklistItem, RecordedCall, Task
 from envace_jax.rewards.verifiers import check_rule
+from envace_jax.text.tool_calls import no_constant
 from envace_jax.text.tool_schema import TOOL_NOT_AVAILABLE, check_call, check_tools
 from envace_jax.text.transcript import Message, ToolCall, canonical_json, clean_text
 
@@ -96,7 +97,7 @@ class _Record:
     def json(self, value: Any, path: str) -> Any:
         text = self.text(value, path)
         try:
-            return json.loads(text, parse_constant=_no_constant)
+            return json.loads(text, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise self.fail(path, f"is not JSON ({_short(error)})") from None
 
@@ -168,7 +169,7 @@ def iter_records(path: str | Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}: line {number}", line
     elif path.suffix == ".json":
         try:
-            records = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+            records = json.loads(path.read_text(encoding="utf-8"), parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: is not JSON ({_short(error)})") from None
         if not isinstance(records, list):
@@ -506,10 +507,6 @@ def _get(value: Any, *keys: str) -> Any:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value")
 
 
 def _short(error: BaseException) -> str:

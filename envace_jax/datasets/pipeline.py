@@ -64,7 +64,8 @@ class TaskIterator(Iterator[list[Task]]):
     def __next__(self) -> list[Task]:
         if self._index + self._batch > len(self._tasks):
             # The rest of an epoch is too short for a batch. It is left out rather than filled up with the next
-            # epoch's first tasks: the same task twice in a batch would be sampled with the same keys.
+            # epoch's first tasks: a task that stood twice in a batch would count twice, in two groups of which each
+            # has its baseline from its own trajectories alone.
             self._epoch, self._index, self._batches = self._epoch + 1, 0, None
         if self._batches is None:
             self._batches = iter(self._epoch_batches())

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from envace_jax.rewards.verifiers import json_equal
+
 Rejection = Callable[[Any], bool]
 
 
@@ -108,17 +110,6 @@ def f1(predicted: Iterable[Any], actual: Iterable[Any]) -> float:
     p, a = Counter(predicted), Counter(actual)
     total = p.total() + a.total()
     return 2 * (p & a).total() / total if total else 1.0
-
-
-def json_equal(a: Any, b: Any) -> bool:
-    """Equal as JSON values: key order does not matter, list order does, true is not 1, and 1 equals 1.0."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(json_equal(a[k], b[k]) for k in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(json_equal(x, y) for x, y in zip(a, b))
-    return type(a) is type(b) and a == b or (_is_number(a) and _is_number(b) and a == b)
 
 
 def _is_number(v: Any) -> bool:

@@ -20,12 +20,12 @@ from envace_jax.datasets.quickstart.environment import WRITES
 from envace_jax.datasets.quickstart.generator import accepted_write
 from envace_jax.datasets.records import Task
 from envace_jax.evaluation.collusion import both_worlds, real_success
-from envace_jax.evaluation.fidelity import Pair, json_equal, parse, summarise
+from envace_jax.evaluation.fidelity import Pair, parse, summarise
 from envace_jax.rehearsal.grounding import Grounding, exact_record
 from envace_jax.rehearsal.rollout import Play, rollout, sampling_key
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import demonstrate
-from envace_jax.rewards.verifiers import turn_calls
+from envace_jax.rewards.verifiers import json_equal, turn_calls
 from envace_jax.sampling.engine import Request, SamplingParams
 from envace_jax.text.tool_calls import parse_execution_result
 from envace_jax.text.transcript import Role

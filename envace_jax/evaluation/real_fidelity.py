@@ -30,7 +30,7 @@ from envace_jax.config import UserError
 from envace_jax.datasets.records import RecordedCall, Task
 from envace_jax.environments import is_rejection, make_environment
 from envace_jax.evaluation.benchmarks import BENCHMARKS, Benchmark
-from envace_jax.evaluation.fidelity import Pair, compare, json_equal, parse, rejection_intervals, report
+from envace_jax.evaluation.fidelity import Pair, compare, parse, rejection_intervals, report
 from envace_jax.evaluation.quickstart import FidelityCase, ask_rehearse
 from envace_jax.evaluation.stats import cluster_bootstrap
 from envace_jax.rehearsal import episode
@@ -41,7 +41,7 @@ from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import demonstrate
 from envace_jax.rewards.judge import RuleJudge
-from envace_jax.rewards.verifiers import turn_calls
+from envace_jax.rewards.verifiers import json_equal, turn_calls
 from envace_jax.text.tool_schema import check_call
 from envace_jax.text.transcript import Message, Role, ToolCall, canonical_json
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envace_jax.datasets.records import Task
-from envace_jax.evaluation.fidelity import Pair, json_equal, summarise
+from envace_jax.evaluation.fidelity import Pair, summarise
 from envace_jax.evaluation.quickstart import FidelityCase, ask_rehearse
 from envace_jax.rehearsal.grounding import Brief, Grounding, OracleGrounding
 from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rehearsal.teacher import demonstrate
-from envace_jax.rewards.verifiers import turn_calls
+from envace_jax.rewards.verifiers import json_equal, turn_calls
 from envace_jax.text.transcript import Role, ToolCall
 
 METRICS = ("json_equal", "leaf_f1", "reject_f1")

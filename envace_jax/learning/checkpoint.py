@@ -28,6 +28,7 @@ from envace_jax.config import UserError
 from envace_jax.faults import point
 from envace_jax.learning import readback
 from envace_jax.learning.bucket import place
+from envace_jax.model.safetensors_io import sha256_file
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{8,})$")
@@ -35,17 +36,9 @@ BEST = "best.json"
 MANIFEST_HEAD = "envace_jax checkpoint digests, sha256"
 
 
-def file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def tree_digests(folder: Path) -> dict[str, str]:
     """sha256 of every file below a folder, by its relative path."""
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(_files(folder))}
+    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in sorted(_files(folder))}
 
 
 def _files(folder: Any) -> Iterator[Any]:

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from envace_jax.text.transcript import Role
+from envace_jax.text.transcript import ROLE_CODES, Role
 
-ROLE_CODES: dict[Role, int] = {Role.ACT: 0, Role.REHEARSE: 1}
 NORMALISERS = ("token", "sequence", "constant")
 
 

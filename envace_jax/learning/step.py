@@ -31,7 +31,7 @@ from envace_jax.learning.loss import (
 )
 from envace_jax.model.moe import balance_loss
 from envace_jax.model.qwen3 import ForwardOptions, Params, forward_with_routing, output_matrix
-from envace_jax.model.sharding import Rules, param_shardings
+from envace_jax.model.sharding import Rules, axes_of, param_shardings
 from envace_jax.model.spec import Qwen3Spec
 
 State = dict[str, Any]
@@ -166,7 +166,7 @@ class Update:
         self.compile_seconds: dict[str, float] = {}
         self._programs: dict[tuple[str, int, str], Any] = {}
         if mesh is not None:
-            shards = int(np.prod([mesh.shape[a] for a in _axes(rules.batch)]))
+            shards = int(np.prod([mesh.shape[a] for a in axes_of(rules.batch)]))
             if config.rows % shards:
                 raise UserError(
                     f"learning.rows_per_microbatch={config.rows} does not divide over the mesh's {shards} data shards; "
@@ -416,7 +416,3 @@ def host_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     for name, value in metrics["maxima"].items():
         out[f"{name}_max"] = float(value)
     return out
-
-
-def _axes(axis: Any) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)

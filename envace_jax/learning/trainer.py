@@ -35,7 +35,7 @@ from envace_jax.learning.interrupts import Preempted
 from envace_jax.learning.looking import memory, peak_flops, profiled, profiling, utilisation
 from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
 from envace_jax.learning.overlap import Batch, playing_ahead, timed
-from envace_jax.learning.packing import ROLE_CODES, TrainRow, train_rows
+from envace_jax.learning.packing import TrainRow, train_rows
 from envace_jax.learning.run_dir import shared_run_dir, write_json
 from envace_jax.learning.setup import Run, prepare
 from envace_jax.learning.shaping import Marks, Shaping, additions
@@ -43,7 +43,7 @@ from envace_jax.learning.shared import agree_to_stop, in_order, share, shared_ro
 from envace_jax.learning.summary import evaluate_policy, gap_plot, plot, summary_lines
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
-from envace_jax.text.transcript import Role
+from envace_jax.text.transcript import ROLE_CODES, Role
 from envace_jax.worldbook.consistency import consistency_metrics
 
 MAX_DRAWS = 4  # batches of tasks that dynamic sampling may draw for one step

@@ -28,7 +28,7 @@ from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.learner import update_config
 from envace_jax.learning.loss import LossConfig
 from envace_jax.learning.metrics import Display, Sink
-from envace_jax.learning.packing import ROLE_CODES, TrainRow, loss_denominator, microbatches, pack_rows, train_rows
+from envace_jax.learning.packing import TrainRow, loss_denominator, microbatches, pack_rows, train_rows
 from envace_jax.learning.step import UpdateConfig, host_metrics, make_update
 from envace_jax.model.qwen3 import Params
 from envace_jax.model.spec import Qwen3Spec
@@ -37,7 +37,7 @@ from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import demonstrate
 from envace_jax.test_time.targets import flawed_messages, review_rows
 from envace_jax.text.chat import ChatFormat
-from envace_jax.text.transcript import Message, Role, ToolCall
+from envace_jax.text.transcript import ROLE_CODES, Message, Role, ToolCall
 
 WRONG_SHARE = 0.15  # of demonstrations, where a host check can tell the wrong call
 GROUNDINGS = ("none", "past", "oracle")

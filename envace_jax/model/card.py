@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from envace_jax.model.hub import is_repo_id
 from envace_jax.model.spec import Qwen3Spec
 
 LIMITS = (
@@ -52,13 +53,15 @@ def _table(head: tuple[str, str], rows: Mapping[str, Any]) -> list[str]:
 def model_card(name: str, spec: Qwen3Spec, facts: CardFacts) -> str:
     """Markdown with the metadata block that Hugging Face reads (`README.md` of the exported folder)."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [agent, tool-use, grpo]"]
-    if facts.base_model:
+    hub_knows_it = is_repo_id(facts.base_model)  # the hub refuses a value that is no repository's name
+    if hub_knows_it:
         lines.append(f"base_model: {json.dumps(facts.base_model)}")
     lines += ["---", f"# {_plain(name)}", ""]
     kind = "mixture of experts" if spec.is_moe else "dense"
     lines += [
         f"A Qwen3 {kind} model ({spec.n_params():,} parameters) trained with envace_jax"
         + (f", {facts.step} updates." if facts.step is not None else "."),
+        *([] if hub_knows_it or not facts.base_model else [f"Training began from `{_plain(facts.base_model)}`."]),
         "One policy plays two roles: ACT writes tool calls and replies, REHEARSE writes what the tools would return.",
         "",
         "## Evaluation",

@@ -16,7 +16,7 @@ from envace_jax.json_files import read_json
 from envace_jax.model import hub
 from envace_jax.model.card import CardFacts
 from envace_jax.model.hf_folder import Progress, verify_folder
-from envace_jax.model.safetensors_io import DTYPES
+from envace_jax.model.safetensors_io import DTYPES, sha256_file
 from envace_jax.options import number, whole
 
 DTYPE_OPTION = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -112,7 +112,7 @@ def run_export(args: argparse.Namespace) -> None:
     from envace_jax.build import lora_config
     from envace_jax.learning.arms import learners_of
     from envace_jax.learning.bucket import checkpoint_place
-    from envace_jax.learning.checkpoint import Checkpoints, file_digest
+    from envace_jax.learning.checkpoint import Checkpoints
     from envace_jax.model.card import model_card
     from envace_jax.model.hf import save_params
     from envace_jax.model.lora import init_lora, merge, save_adapter
@@ -170,7 +170,7 @@ def run_export(args: argparse.Namespace) -> None:
             shard_bytes=limit,
             tokenizer_dir=tokenizer_dir,
             texts=texts,
-            source_id=f"{file_digest(manifest)} {args.name} {args.dtype}",
+            source_id=f"{sha256_file(manifest)} {args.name} {args.dtype}",
             overwrite=args.overwrite,
             progress=progress,
         )

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 from envace_jax.model.sharding import Rules, axes_of, enter, inner_sequence, mesh_active
 from envace_jax.model.spec import Qwen3Spec
 
-EXCHANGES = ("gather", "ragged")
-
 
 class Routing(NamedTuple):
     """What the routers did. Per layer, or stacked over layers on axis 0 as `forward_with_routing` returns it.

@@ -376,7 +376,7 @@ def _end_turn(state: EpisodeState) -> EpisodeState:
     state = _close_turn(state)
     if state.setting.cfg.judged:
         return state.but(phase=Phase.VERDICTS, ending="completed" if last else None)
-    return _finish(state, "completed") if last else _next_turn(state)
+    return _finish(state, "completed") if last else next_turn(state)
 
 
 def _end(state: EpisodeState, reason: str) -> EpisodeState:
@@ -417,10 +417,10 @@ def receive_verdicts(state: EpisodeState, result: JudgeResult) -> EpisodeState:
     items = [turns[state.turn] for turns in state.checklists]
     if votes_to_stop(items, result.verdicts, honour_dependence=state.setting.cfg.dependence):
         return _finish(state, "vote")
-    return _next_turn(state)
+    return next_turn(state)
 
 
-def _next_turn(state: EpisodeState) -> EpisodeState:
+def next_turn(state: EpisodeState) -> EpisodeState:
     """The next user message goes into ACT's ledger, which forks where old thinking is dropped."""
     text = state.task.user_turns[state.turn + 1]
     state = state.but(turn=state.turn + 1, news=(*state.news, *state.setting.writer.user_entry(text)))

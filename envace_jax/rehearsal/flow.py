@@ -25,9 +25,9 @@ from envace_jax.environments import Environment
 from envace_jax.rehearsal import episode
 from envace_jax.rehearsal.episode import EpisodeState, Need, NeedObservation, Setting
 from envace_jax.rehearsal.guides import guide_for
-from envace_jax.rehearsal.rollout import LONGEST_NAP, ROLE_CODES
+from envace_jax.rehearsal.rollout import LONGEST_NAP
 from envace_jax.sampling.engine import Completion, Guide, Request, SamplingParams
-from envace_jax.text.transcript import Message, Observation, Role, canonical_json
+from envace_jax.text.transcript import ROLE_CODES, Message, Observation, Role, canonical_json
 
 T = TypeVar("T")
 Flow = Generator[Any, Any, T]
@@ -199,7 +199,7 @@ def begin(setting: Setting, task: Task, text: str) -> EpisodeState:
 def user_says(state: EpisodeState, text: str) -> EpisodeState:
     """An episode whose last turn is over, taken up again by one more user message."""
     task = replace(state.task, messages=(*state.task.messages, Message("user", text)))
-    return episode._next_turn(state.but(task=task, end_reason="", masked_cause=None))
+    return episode.next_turn(state.but(task=task, end_reason="", masked_cause=None))
 
 
 def scripted_user(task: Task) -> User:

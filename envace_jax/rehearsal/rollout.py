@@ -26,9 +26,8 @@ from envace_jax.rehearsal.settings import RolloutConfig
 from envace_jax.rehearsal.trajectory import Trajectory
 from envace_jax.rewards.judge import Judge, JudgeRequest
 from envace_jax.sampling.engine import Completion, Engine, Request, SamplingParams
-from envace_jax.text.transcript import Observation, Role
+from envace_jax.text.transcript import ROLE_CODES, Observation, Role
 
-ROLE_CODES = {Role.ACT: 0, Role.REHEARSE: 1}
 LONGEST_NAP = 0.05
 Play = Callable[..., Iterable[Trajectory]]
 """What `rollout` is to its callers: tasks and options in, trajectories out."""

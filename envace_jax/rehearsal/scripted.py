@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from envace_jax.rehearsal.rollout import ROLE_CODES
 from envace_jax.sampling.engine import Completion, Request
 from envace_jax.text.tokenizer import Tokenizer
-from envace_jax.text.transcript import Role
+from envace_jax.text.transcript import ROLE_CODES, Role
 
 
 @dataclass(frozen=True)

@@ -458,12 +458,12 @@ class Stage:
     ) -> Any:
         args = (params, main, lanes, book, protocol, np.int32(steps), np.int32(enough))
         function = functools.partial(play, patience=self.patience, **self._fixed())
-        return self.run._program("play", (main.length, self.sizes, self.patience), function, 1, args)(*args)
+        return self.run.program("play", (main.length, self.sizes, self.patience), function, 1, args)(*args)
 
     def prepare(self, params: Any, main: KVCache, lanes: Lanes, wanted: np.ndarray) -> Any:
         args = (params, main, lanes, wanted)
         function = functools.partial(prepare, **self._fixed())
-        return self.run._program("prepare", (main.length, self.sizes), function, 1, args)(*args)
+        return self.run.program("prepare", (main.length, self.sizes), function, 1, args)(*args)
 
     def resize(self, main: KVCache, length: int) -> KVCache:
         return self.run.resize(main, length)

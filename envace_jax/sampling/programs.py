@@ -384,7 +384,7 @@ class Programs:
             self.spec, rows, length, self.options.dtype, stacked=self.stacked, sharding=sharding
         )
 
-    def _program(self, name: str, key: tuple[Any, ...], function: Callable, donate: int | None, args: tuple) -> Any:
+    def program(self, name: str, key: tuple[Any, ...], function: Callable, donate: int | None, args: tuple) -> Any:
         program = self.compiled.get((name, *key))
         if program is None:
             everywhere = (name, key, self.spec, self.options, self.shapes, _signature(args))
@@ -400,7 +400,7 @@ class Programs:
     def decode(self, params: Any, main: KVCache, ints: np.ndarray, floats: np.ndarray, patience: int) -> Any:
         args = (params, main, ints, floats, np.int32(patience))
         function = functools.partial(decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk)
-        return self._program("decode", (main.rows, main.length), function, 1, args)(*args)
+        return self.program("decode", (main.rows, main.length), function, 1, args)(*args)
 
     def verify(
         self,
@@ -414,31 +414,31 @@ class Programs:
         args = (params, main, drafts, allowed, ints, floats)
         function = functools.partial(verify, spec=self.spec, options=self.options)
         key = (main.length, drafts.shape[1], allowed is not None)
-        return self._program("verify", key, function, 1, args)(*args)
+        return self.program("verify", key, function, 1, args)(*args)
 
     def prefill(self, params: Any, main: KVCache, tokens: np.ndarray, places: np.ndarray, context: int) -> KVCache:
         args = (params, main, tokens, places)
         function = functools.partial(prefill, spec=self.spec, options=self.options, context=context)
-        return self._program("prefill", (main.length, *tokens.shape, context), function, 1, args)(*args)
+        return self.program("prefill", (main.length, *tokens.shape, context), function, 1, args)(*args)
 
     def copy(self, target: KVCache, source: KVCache, moves: np.ndarray) -> KVCache:
         length = min(target.length, source.length)
         key = (target.rows, target.length, source.rows, source.length, len(moves))
         if target is source:
             function = functools.partial(copy_within, length=length, rules=self.options.rules)
-            return self._program("copy_within", key, function, 0, (target, moves))(target, moves)
+            return self.program("copy_within", key, function, 0, (target, moves))(target, moves)
         function = functools.partial(copy, length=length, rules=self.options.rules)
-        return self._program("copy", key, function, 0, (target, source, moves))(target, source, moves)
+        return self.program("copy", key, function, 0, (target, source, moves))(target, source, moves)
 
     def wipe(self, cache: KVCache, rows: list[int]) -> KVCache:
         array = np.full(self.shapes.slots, self.shapes.slots, np.int32)
         array[: len(rows)] = rows
         function = functools.partial(wipe, rules=self.options.rules)
-        return self._program("wipe", (cache.length,), function, 0, (cache, array))(cache, array)
+        return self.program("wipe", (cache.length,), function, 0, (cache, array))(cache, array)
 
     def resize(self, cache: KVCache, length: int) -> KVCache:
         function = functools.partial(resize, length=length)
-        return self._program("resize", (cache.length, length), function, None, (cache,))(cache)
+        return self.program("resize", (cache.length, length), function, None, (cache,))(cache)
 
     def warm_up(self, params: Any, draft: int, guided: bool) -> Iterator[str]:
         """Compiles everything the ladder can ask for; yields a line per program group."""

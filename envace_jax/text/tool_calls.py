@@ -250,7 +250,8 @@ def _result(text: str, objects_only: bool) -> ParsedResult:
     return ParsedResult(value_text, value=value)
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """For `parse_constant`: NaN and the infinities, which Python reads and JSON does not have, are errors."""
     raise ValueError(f"{name} is no JSON value")
 
 
@@ -261,7 +262,7 @@ def _finite(digits: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=_finite)
 
 
 def _json_block(text: str, at: int, end_tag: str) -> tuple[Any, str, int]:

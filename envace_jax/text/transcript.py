@@ -22,6 +22,10 @@ class Role(enum.StrEnum):
     REHEARSE = "rehearse"
 
 
+ROLE_CODES = {Role.ACT: 0, Role.REHEARSE: 1}
+"""Roles as numbers: in sampling keys and in training rows."""
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One call of a tool. `arguments` is a JSON object (already decoded)."""

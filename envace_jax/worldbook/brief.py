@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.notation import describe, describe_condition
 from envace_jax.worldbook.records import TransitionRule
-from envace_jax.worldbook.retrieve import SUPPORTING, Retrieved, is_novelty
+from envace_jax.worldbook.retrieve import Retrieved, is_novelty
 from envace_jax.worldbook.state import freeze
 from envace_jax.worldbook.store import Worldbook
 from envace_jax.worldbook.terms import Scope
@@ -184,8 +183,3 @@ def wait_hint(observation: str) -> str:
     if re.search(r"[$#]\s+\S", last):
         return "typed"
     return "running"
-
-
-def supporting_ids(found: Retrieved) -> Sequence[str]:
-    """Ids of what supports an answer: citations outside of what was retrieved only warn."""
-    return [g.item.id for g in found.similar if g.verdict == SUPPORTING]

@@ -10,7 +10,7 @@ from typing import Any
 
 from envace_jax.worldbook.notation import TermError, operand
 from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, freeze, json_equal
-from envace_jax.worldbook.terms import Evaluate, Scope, compile_term
+from envace_jax.worldbook.terms import Evaluate, Scope, compile_term, short
 
 Truth = bool | None
 Test = Callable[[Scope], Truth]
@@ -34,12 +34,6 @@ def truth_all(values: Sequence[Truth]) -> Truth:
     return None if any(v is None for v in values) else True
 
 
-def truth_any(values: Sequence[Truth]) -> Truth:
-    if any(v is True for v in values):
-        return True
-    return None if any(v is None for v in values) else False
-
-
 def compile_condition(condition: Any) -> Test:
     """A closure that tells whether the condition holds in a `Scope`: True, False, or None when it is not known.
 
@@ -47,7 +41,7 @@ def compile_condition(condition: Any) -> Test:
         TermError: not a condition.
     """
     if not isinstance(condition, dict):
-        raise TermError(f"not a condition: {_short(condition)}")
+        raise TermError(f"not a condition: {short(condition)}")
     keys = set(condition)
     if keys == {"not"}:
         inner = compile_condition(condition["not"])
@@ -60,7 +54,7 @@ def compile_condition(condition: Any) -> Test:
         return _quantified(kind, condition[kind])
     if {"left", "op"} <= keys <= {"left", "op", "right"}:
         return _comparison(condition)
-    raise TermError(f"not a condition: {_short(condition)}")
+    raise TermError(f"not a condition: {short(condition)}")
 
 
 def _absent_or(value: Any) -> Test | None:
@@ -246,5 +240,3 @@ _COMPARE: dict[str, Callable[[Any, Any], Truth]] = {
 }
 
 
-def _short(value: Any) -> str:
-    return repr(value)[:120]

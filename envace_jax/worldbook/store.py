@@ -176,7 +176,6 @@ _PLAIN = {
     "construction/artifacts.json": "artifacts",
     "validation/replay.json": "replay",
 }
-MAX_FILE_BYTES = 1 << 31
 
 
 def save_worldbook(book: Worldbook, path: str | Path) -> Path:

@@ -90,7 +90,7 @@ def _term(term: Any) -> Evaluate:
             return _object(term)
         name = marks[0]
         if len(term) != 1 or name not in _TERMS:
-            raise TermError(f"not a term: {_short(term)}")
+            raise TermError(f"not a term: {short(term)}")
         return _TERMS[name](term[name])
     if isinstance(term, (list, tuple)):
         return _listing([_term(t) for t in term])
@@ -132,7 +132,7 @@ def _segments(value: Any) -> list[Segment | Evaluate]:
     if isinstance(value, (str, int)):
         value = [value]
     if not isinstance(value, (list, tuple)):
-        raise TermError(f"expected path segments, found {_short(value)}")
+        raise TermError(f"expected path segments, found {short(value)}")
     out: list[Segment | Evaluate] = []
     for segment in value:
         if isinstance(segment, bool) or segment is None or isinstance(segment, float):
@@ -214,7 +214,7 @@ def _entry(value: Any) -> Evaluate:
 def _arithmetic(fold: Callable[[Any, Any], Any]) -> Callable[[Any], Evaluate]:
     def make(value: Any) -> Evaluate:
         if not isinstance(value, (list, tuple)) or not value:
-            raise TermError(f"expected a list of terms, found {_short(value)}")
+            raise TermError(f"expected a list of terms, found {short(value)}")
         parts = [_term(t) for t in value]
 
         def evaluate(scope: Scope) -> Any:
@@ -418,5 +418,6 @@ _TERMS: dict[str, Callable[[Any], Evaluate]] = {
 }
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A term or condition as errors show it."""
     return repr(value)[:120]

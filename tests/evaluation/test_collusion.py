@@ -15,13 +15,12 @@ from envace_jax.datasets.quickstart.make_tokenizer import HOME
 from envace_jax.environments import make_environment
 from envace_jax.evaluation.collusion import both_worlds, succeeded
 from envace_jax.learning.summary import evaluate_policy, gap_plot
-from envace_jax.rehearsal.rollout import ROLE_CODES
 from envace_jax.rehearsal.scripted import ScriptedEngine
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rewards.judge import RuleJudge
 from envace_jax.text.chat import ChatFormat
 from envace_jax.text.tokenizer import load_tokenizer
-from envace_jax.text.transcript import Message, Role, ToolCall
+from envace_jax.text.transcript import ROLE_CODES, Message, Role, ToolCall
 
 CFG = RolloutConfig(EpisodeConfig(rehearse_prompt="compact", max_input_tokens=4000, max_act_tokens=400))
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from envace_jax.learning.packing import ROLE_CODES, TrainRow
+from envace_jax.learning.packing import TrainRow
 from envace_jax.model.spec import PRESETS
-from envace_jax.text.transcript import Role
+from envace_jax.text.transcript import ROLE_CODES, Role
 
 SPEC = dataclasses.replace(
     PRESETS["tiny"], vocab_size=96, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=64

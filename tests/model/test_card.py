@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from envace_jax.model.card import CardFacts, model_card
@@ -23,6 +25,17 @@ def test_card_holds_every_fact_and_flags_seen_benchmarks():
     for text in ("learning.lr", "abc123", "0.81", "400", "seen in training: BFCL multi-turn", "470 updates"):
         assert text in card
     assert "8,190,735,360 parameters" in card
+
+
+@pytest.mark.parametrize(
+    ("base", "named"), [("Qwen/Qwen3-8B", True), ("data/quickstart/model", False), ("tests/text", False)]
+)
+def test_the_hub_is_told_of_repositories_only(base: str, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])  # where tests/text is a folder
+    head, _, body = model_card("mine", PRESETS["tiny"], CardFacts(base_model=base)).removeprefix("---").partition("---")
+    assert (f'base_model: "{base}"' in head) == named
+    assert (f"Training began from `{base}`." in body) != named
+    assert "began from" not in model_card("mine", PRESETS["tiny"], CardFacts())
 
 
 def test_unknown_is_said_and_markup_is_inert():

@@ -16,12 +16,12 @@ import pytest
 from envace_jax.config import UserError
 from envace_jax.rehearsal.observers import EndpointObserver, RealObserver, observe_recorded
 from envace_jax.rehearsal.prompts import _Memo
-from envace_jax.rehearsal.rollout import ROLE_CODES, rollout, sampling_key
+from envace_jax.rehearsal.rollout import rollout, sampling_key
 from envace_jax.rehearsal.scripted import Scripted, ScriptedEngine
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter, read_trajectories
 from envace_jax.rewards.judge import RuleJudge
-from envace_jax.text.transcript import Role
+from envace_jax.text.transcript import ROLE_CODES, Role
 from tests.rehearsal.helpers import ACT_SCRIPT, REHEARSE_SCRIPT, answer, call_text, make_task
 
 SCRIPT = {Role.ACT: ACT_SCRIPT, Role.REHEARSE: REHEARSE_SCRIPT}

@@ -15,7 +15,7 @@ from werkzeug import Request, Response
 from envace_jax.datasets.cm2 import ChecklistItem, Task
 from envace_jax.endpoint import Endpoint, EndpointSettings
 from envace_jax.learning.metrics import trajectory_metrics
-from envace_jax.rehearsal.rollout import ROLE_CODES, rollout
+from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.scripted import ScriptedEngine
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rewards.checklist import score_checklist
@@ -25,7 +25,7 @@ from envace_jax.rewards.model_judge import ModelJudge
 from envace_jax.text.chat import ChatFormat
 from envace_jax.text.tokenizer import load_tokenizer
 from envace_jax.text.tool_calls import parse_assistant
-from envace_jax.text.transcript import AssistantOutput, Observation, Role, Step, ToolCall, Turn
+from envace_jax.text.transcript import ROLE_CODES, AssistantOutput, Observation, Role, Step, ToolCall, Turn
 from tests.rehearsal.helpers import answer, make_task
 
 

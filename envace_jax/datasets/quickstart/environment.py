@@ -22,7 +22,6 @@ from envace_jax.datasets.records import Task
 from envace_jax.text.transcript import canonical_json
 
 CITIES = ("Oslo", "Rome", "Lima", "Cairo", "Quito", "Paris", "Delhi", "Milan")
-ORDER_STATUS = ("paid", "shipped", "delivered", "cancelled", "refunded")
 WRITES = ("cancel_order", "refund_order", "set_city", "pay_balance", "close_account")
 """The tools that change the state when they are accepted."""
 

@@ -42,7 +42,7 @@ from envace_jax.datasets.quickstart.make_tokenizer import HOME
 from envace_jax.datasets.records import Task
 from envace_jax.evaluation.quickstart import evaluate
 from envace_jax.learning.loss import LossConfig
-from envace_jax.learning.packing import ROLE_CODES, TrainRow, loss_denominator, microbatches, pack_rows
+from envace_jax.learning.packing import TrainRow, loss_denominator, microbatches, pack_rows
 from envace_jax.learning.step import UpdateConfig, host_metrics, make_update
 from envace_jax.learning.warmstart import reviews
 from envace_jax.model.hf import load_params, save_params
@@ -54,7 +54,7 @@ from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import teacher_rows
 from envace_jax.text.chat import ChatFormat
 from envace_jax.text.tokenizer import Tokenizer
-from envace_jax.text.transcript import Role
+from envace_jax.text.transcript import ROLE_CODES, Role
 
 CARELESS = 0.65
 

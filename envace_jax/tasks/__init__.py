@@ -1,1 +1,0 @@
-"""Building checklisted tasks from conversations."""
