@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import jax
-import numpy as np
 import pytest
 
 from envace_jax import cli
@@ -33,7 +32,7 @@ def run_dir(tmp_path):
     (folder / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n{"step": 3, "eval/success": 0.75}\n')
     checkpoints = Checkpoints(folder / "checkpoints")
     params = init_params(SPEC, jax.random.key(0))
-    state = {"policy": {"params": params, "step": np.int32(3)}}
+    state = {"policy": {"params": params, "step": jax.numpy.int32(3)}}
     checkpoints.save(3, state, {"step": 3, "model": SPEC.to_hf_config()})
     checkpoints.close()
     return folder, params

@@ -282,7 +282,7 @@ def test_without_checklist_or_judge(chat):
 
 def test_checklist_variants_vote_by_majority(chat):
     strict = make_task().checklists[0]
-    loose = tuple((item("C0", {"kind": "reply", "contains": []}),) for _ in range(2))
+    loose = tuple((item("C0", {"kind": "reply", "excludes": ["never said"]}),) for _ in range(2))
     act, rehearse = (LOOK, DONE, *SECOND), (OPEN, SENT)
     played = play(make_task(checklists=(strict, loose)), chat, act, rehearse, max_checklists=2)
     assert played.end_reason == "completed"  # one of two is no majority
