@@ -15,13 +15,16 @@ from envace_jax.learning.metrics import read_metrics
 from envace_jax.model.hf import locate_tensors
 from envace_jax.model.hf_folder import INDEX
 from envace_jax.model.spec import Qwen3Spec
+from envace_jax.worldbook.completer import ScriptedCompleter
+from envace_jax.worldbook.patch import read_patch
 
 pytestmark = pytest.mark.quick
+READERS = (read_json, read_rows, evaluate, read_results, Qwen3Spec.from_hf_config, read_patch, ScriptedCompleter)
 BAD = {"text": b'{"a": ', "binary": b"\xff\xfe\x00\n", "deep": b"[" * 100_000}
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("read", [read_json, read_rows, evaluate, read_results, Qwen3Spec.from_hf_config])
+@pytest.mark.parametrize("read", READERS)
 def test_every_reader_names_the_file(read, bad: bytes, tmp_path: Path) -> None:
     path = tmp_path / "f.json"
     path.write_bytes(bad + b"\n{}\n")

@@ -53,9 +53,10 @@ def official_template(folder: Path) -> str | None:
     if file.is_file():
         return file.read_text()
     try:
-        template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
-    except (OSError, ValueError):
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
+    template = config.get("chat_template") if isinstance(config, dict) else None
     return template if isinstance(template, str) else None
 
 

@@ -99,7 +99,7 @@ class Stages:
                 if data["inputs"] == digest and data["sha256"] == _sha(data["output"]):
                     self.log(f"{name}: done before")
                     return data["output"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, RecursionError, KeyError, TypeError):
                 self.log(f"{name}: earlier output is not whole: running again")
         output = compute()
         body = {"inputs": digest, "sha256": _sha(output), "output": output}

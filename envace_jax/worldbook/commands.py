@@ -13,6 +13,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.traces import read_traces
+from envace_jax.json_files import read_json
 from envace_jax.options import number, whole
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.baselines import CONTENT, SYSTEMS, CopyingCompleter, SystemConfig, make_system
@@ -358,10 +359,7 @@ def run_worldbook_simulate(args: argparse.Namespace, lines: Iterable[str] | None
         return 0
     state: Any = None
     if args.state:
-        try:
-            state = json.loads(Path(args.state).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--state {args.state}: cannot be read ({error})") from None
+        state = read_json(args.state)
     if lines is None and os.isatty(0):
         print("one action a line: name key=value, or JSON; :state :actions :memory :fork :back :quit")
     simulate(harness, sys.stdin if lines is None else lines, print, state, args.verbose)

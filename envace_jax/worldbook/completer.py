@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from envace_jax.config import UserError
+from envace_jax.json_files import read_json
 from envace_jax.text.transcript import canonical_json
 
 T = TypeVar("T")
@@ -55,10 +56,7 @@ class ScriptedCompleter:
 
     def __init__(self, path: str | Path | None = None, script: dict[str, Any] | None = None):
         if path is not None:
-            try:
-                script = json.loads(Path(path).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path}: cannot be read as a script ({error})") from None
+            script = read_json(path)
         if not isinstance(script, dict) or not isinstance(script.get("answers"), list):
             raise UserError(f"{path or 'script'}: expected an object with a list of answers")
         self.answers = script["answers"]
@@ -144,7 +142,7 @@ class CallLog:
                 try:
                     entry = json.loads(line)
                     self._known[entry["key"]] = entry["text"]
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, RecursionError, KeyError, TypeError):
                     continue  # the line that a kill cut off: asked again
         # A cut-off last line must not swallow the next one.
         data = file.read_bytes()

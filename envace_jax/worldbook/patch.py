@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.json_files import read_json
 from envace_jax.worldbook import records as R
 from envace_jax.worldbook.rulebook import check_rule
 from envace_jax.worldbook.store import Worldbook
@@ -25,10 +25,7 @@ _KINDS: dict[str, tuple[str, Any, str]] = {
 
 def read_patch(path: str | Path) -> dict[str, Any]:
     """A patch file: ``{"base": digest, "edits": [{"op": "add"|"replace"|"remove", "kind", "id", "value"}]}``."""
-    try:
-        patch = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+    patch = read_json(path)
     if not isinstance(patch, dict) or not isinstance(patch.get("edits"), list):
         raise UserError(f"{path}: expected an object with base and edits")
     return patch

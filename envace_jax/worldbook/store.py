@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envace_jax.config import UserError
+from envace_jax.json_files import parse, read_json
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook import records as R
 from envace_jax.worldbook.notation import TermError, describe, describe_condition, format_path, parse_path
@@ -251,10 +252,10 @@ def load_worldbook(path: str | Path) -> Worldbook:
         values[attribute] = tuple(_read_lines(path / name, kind))
     values["episodes"] = tuple(_read_lines(path / "evidence/episodes.jsonl", None))
     for name, (attribute, kind) in _JSON.items():
-        data = _read_json(path / name)
+        data = read_json(path / name)
         values[attribute] = tuple(R.from_json(kind, d, f"{path / name}[{i}]") for i, d in enumerate(data))
     for name, attribute in _PLAIN.items():
-        data = _read_json(path / name)
+        data = read_json(path / name)
         values[attribute] = tuple(data) if isinstance(data, list) else data
     overview = (path / "overview.md").read_text(encoding="utf-8")
     book = Worldbook(**values, overview="", status=manifest["status"], parent=manifest["parent"])
@@ -270,7 +271,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / "manifest.json"
     if not file.is_file():
         raise UserError(f"{path}: no worldbook there (no manifest.json)")
-    manifest = _read_json(file)
+    manifest = read_json(file)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise UserError(f"{file}: not a worldbook manifest")
     if manifest.get("schema_version") != R.SCHEMA_VERSION:
@@ -302,21 +303,11 @@ def verify_folder(path: Path) -> list[str]:
 
 
 def _read_lines(path: Path, kind: type[T] | None) -> Iterable[T]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}: line {number}"
-            try:
-                data = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{where}: is not JSON ({error})") from None
+            data = parse(line, where)
             yield data if kind is None else R.from_json(kind, data, where)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
 
 
 def _pretty(value: Any) -> str:
