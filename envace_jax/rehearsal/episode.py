@@ -31,6 +31,7 @@ from envace_jax.rehearsal.state import (
     REHEARSAL_TRUNCATED,
     REHEARSE_PROMPT_TOO_LONG,
     REHEARSED_ERROR,
+    TOO_LONG,
     Done,
     EpisodeState,
     Need,
@@ -274,8 +275,7 @@ def _want_rehearsal(state: EpisodeState) -> EpisodeState:
             return state.but(phase=Phase.REHEARSE, news=(), told=told)
     prompt = writer.prompt(asked)
     if prompt is None:
-        message = "the tool could not be asked: the request does not fit its input limit"
-        return _invalid_rehearsal(state, REHEARSE_PROMPT_TOO_LONG, message)
+        return _invalid_rehearsal(state, REHEARSE_PROMPT_TOO_LONG, TOO_LONG)
     rows = (*state.rows, Row(Role.REHEARSE).context(prompt))
     told = frozenset(given)
     return state.but(phase=Phase.REHEARSE, rows=rows, rehearse_row=len(rows) - 1, news=(), told=told)

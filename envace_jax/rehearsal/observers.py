@@ -13,6 +13,7 @@ from envace_jax.datasets.cm2 import Task
 from envace_jax.environments import Environment, make_environment
 from envace_jax.rehearsal.episode import EpisodeState, error_observation, scene, times_called
 from envace_jax.rehearsal.grounding import exact_record
+from envace_jax.rehearsal.state import REHEARSE_PROMPT_TOO_LONG, TOO_LONG
 from envace_jax.text.tool_calls import parse_execution_result
 from envace_jax.text.transcript import Observation, ToolCall, canonical_json
 
@@ -61,7 +62,10 @@ class EndpointObserver:
         self._ask = ask
 
     def __call__(self, task: Task, call: ToolCall, state: EpisodeState) -> Observation:
-        parsed = parse_execution_result(self._ask(*state.setting.writer.messages(scene(state))))
+        asked = state.setting.writer.messages(scene(state))
+        if asked is None:
+            return error_observation(REHEARSE_PROMPT_TOO_LONG, TOO_LONG)
+        parsed = parse_execution_result(self._ask(*asked))
         if parsed.error_code is not None:
             return error_observation(parsed.error_code, parsed.message or "")
         return Observation(parsed.value_text, "endpoint")

@@ -153,11 +153,18 @@ class PromptWriter:
         late = scene.task.tools_at(scene.turn)[len(scene.task.tools) :]
         return () if self.compact else tuple(canonical_json(tool) for tool in late)
 
-    def messages(self, scene: Scene) -> tuple[str, str]:
-        """System and user text of a prompt, for a simulator outside the engine; the compact form has no system text."""
+    def messages(self, scene: Scene) -> tuple[str, str] | None:
+        """System and user text of a prompt, for a simulator outside the engine: trimmed as `prompt` is, None where that
+        is.  The compact form has no system text."""
         layout = self._layout(scene)
+        fits = self._fit([[self._encode(text) for text in part] for part in layout], self._call(scene))
+        if fits is None:
+            return None
+        e, h = fits
+        fixed, examples_head, examples, entries_head, entries, tail = layout
+        parts = (fixed, examples_head, examples[e:], entries_head, entries[h:], tail)
         call = scene.call if isinstance(scene.call, str) else self.chat.tokenizer.decode(scene.call)
-        return "" if self.compact else self.rules, "".join([*(text for part in layout for text in part), call])
+        return "" if self.compact else self.rules, "".join([*(text for part in parts for text in part), call])
 
     # --- ids ------------------------------------------------------------------------------------------------------
 
@@ -166,10 +173,21 @@ class PromptWriter:
 
         Over the limit, the oldest entries and examples are dropped, each time from the longer of the two lists.
         """
-        fixed, examples_head, examples, entries_head, entries, tail = (
-            [self._encode(text) for text in part] for part in self._layout(scene)
-        )
-        call = scene.call if isinstance(scene.call, tuple) else self._encode(scene.call)
+        layout, call = [[self._encode(text) for text in part] for part in self._layout(scene)], self._call(scene)
+        fits = self._fit(layout, call)
+        if fits is None:
+            return None
+        e, h = fits
+        fixed, examples_head, examples, entries_head, entries, tail = layout
+        start = [self._before, *fixed, *examples_head, *examples[e:], *entries_head, *entries[h:]]
+        return _join([*start, *tail, call, self._after])
+
+    def _call(self, scene: Scene) -> tuple[int, ...]:
+        return scene.call if isinstance(scene.call, tuple) else self._encode(scene.call)
+
+    def _fit(self, layout: Sequence[Sequence[tuple[int, ...]]], call: tuple[int, ...]) -> tuple[int, int] | None:
+        """How many examples and entries go, oldest first, until the prompt fits; None when that is not enough."""
+        fixed, examples_head, examples, entries_head, entries, tail = layout
         kept = [self._before, *fixed, *examples_head, *entries_head, *tail, call, self._after]
         room = self.cfg.max_input_tokens - sum(map(len, kept))
         if room < 0:
@@ -183,8 +201,7 @@ class PromptWriter:
             else:
                 sizes[0] -= len(examples[e])
                 e += 1
-        start = [self._before, *fixed, *examples_head, *examples[e:], *entries_head, *entries[h:]]
-        return _join([*start, *tail, call, self._after])
+        return e, h
 
     def follow_up(self, news: Sequence[str], call: str | tuple[int, ...]) -> tuple[int, ...]:
         """What a `stream` ledger gets for its next call: what happened since, and the call."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LENGTH_EXCEEDED = "LENGTH_EXCEEDED"
 REHEARSAL_TRUNCATED = "REHEARSAL_TRUNCATED"
 REHEARSE_PROMPT_TOO_LONG = "REHEARSE_PROMPT_TOO_LONG"
+TOO_LONG = "the tool could not be asked: the request does not fit its input limit"  # the message of that error
 REHEARSED_ERROR = "REHEARSED_ERROR"
 """REHEARSE answered with an error whose code is none of the known ones."""
 KNOWN_REHEARSED = ("INVALID_TOOL_CALL_FORMAT", "TOOL_NOT_AVAILABLE", "INVALID_PARAMETERS", "SCHEMA_VALIDATION_FAILED")

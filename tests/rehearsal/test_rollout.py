@@ -14,6 +14,7 @@ import tracemalloc
 import pytest
 
 from envace_jax.config import UserError
+from envace_jax.rehearsal.episode import scene
 from envace_jax.rehearsal.observers import EndpointObserver, RealObserver, observe_recorded
 from envace_jax.rehearsal.prompts import _Memo
 from envace_jax.rehearsal.rollout import rollout, sampling_key
@@ -313,6 +314,42 @@ def test_endpoint_arm(chat, workers):
 
     played, _ = play_all(chat, {Role.ACT: ACT_SCRIPT}, observe=EndpointObserver(gone), cfg=cfg, n=1)
     assert {t.masked_cause for t in played} == {"observation:TimeoutError"}
+
+
+def test_an_endpoint_simulator_gets_the_trimmed_prompt(chat):
+    """The text of what REHEARSE would be asked within the same limit, and the same refusal where nothing fits."""
+    asked, texts = [], []
+
+    def ask(system, user):
+        asked.append((system, user))
+        return answer({"status": "cancelled"})
+
+    real = EndpointObserver(ask)
+
+    def observe(task, call, state):
+        prompt = state.setting.writer.prompt(scene(state))
+        texts.append(None if prompt is None else chat.tokenizer.decode(prompt))
+        return real(task, call, state)
+
+    def play_within(limit):
+        asked.clear(), texts.clear()
+        cfg = RolloutConfig(EpisodeConfig(max_input_tokens=limit))
+        return play_all(chat, {Role.ACT: ACT_SCRIPT}, observe=observe, cfg=cfg, n=1)[0][0]
+
+    play_within(12_000)
+    whole = len(chat.tokenizer.encode(texts[-1]))
+    lengths = set()
+    for limit in range(whole, 0, -25):
+        played = play_within(limit)
+        assert [f"{s}<|im_end|>\n<|im_start|>user\n{u}<|im_end|>" in t for (s, u), t in zip(asked, texts)] == [
+            True for _ in asked
+        ]
+        assert len(asked) == sum(t is not None for t in texts)
+        lengths.add(len(asked[-1][1]) if asked else 0)
+        if None in texts:
+            break
+    assert len(lengths) > 2, lengths
+    assert "act:REHEARSE_PROMPT_TOO_LONG" in played.error_codes
 
 
 @pytest.mark.quick
