@@ -145,6 +145,7 @@ def engine_config(cfg: ConfigDict) -> EngineConfig:
         max_length=longest_row(cfg),
         chunk=r.chunk,
         prefill_chunk=r.prefill_chunk,
+        record_routing=cfg.model.replay_routing,
     )
 
 

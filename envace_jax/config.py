@@ -74,6 +74,7 @@ def default_config() -> ConfigDict:
                     "targets": ("q", "k", "v", "o"),  # also gate, up, down (not with experts)
                 },
                 "moe_chunk": 0,  # tokens of a shard that go through the experts at a time; 0: all
+                "replay_routing": False,  # the learner sends tokens to the experts that the sampler sent them to
             },
             "chat": {
                 "thinking": False,
@@ -153,6 +154,7 @@ def default_config() -> ConfigDict:
                 "clip_high": 0.2,
                 "kl_coef": 1e-4,
                 "entropy_coef": 0.0,
+                "router_aux_coef": 0.0,  # weight of the load-balancing loss of a mixture of experts; 0: off
                 "baseline": "role",  # role | single
                 "population": "outputs",  # outputs | rows | trajectories
                 "std_norm": False,

@@ -155,6 +155,7 @@ CHECKS: dict[str, Check] = {
     "learning.clip_high": above(0),
     "learning.kl_coef": at_least(0),
     "learning.entropy_coef": at_least(0),
+    "learning.router_aux_coef": at_least(0),
     "learning.baseline": one_of("role", "single"),
     "learning.population": one_of("outputs", "rows", "trajectories"),
     "learning.loss_mean": one_of("token", "sequence", "constant"),
@@ -233,6 +234,7 @@ DEVICE_CONTROL = {
     "chat.old_thinking": ("keep",),
     "learning.arm": ("envace", "single_baseline"),
     "rollout.constrain": ("none",),
+    "model.replay_routing": (False,),
 }
 """What whole episodes on the device ask of a configuration: pieces that lie ready, one row a ledger, one set of
 parameters, and REHEARSE alone to answer."""

@@ -53,6 +53,8 @@ def update_config(cfg: ConfigDict, mesh: Mesh | None = None) -> UpdateConfig:
         remat=cfg.model.remat,
         attention=cfg.model.attention,
         moe_chunk=cfg.model.moe_chunk,
+        replay_routing=cfg.model.replay_routing,
+        router_aux_coef=c.router_aux_coef,
         rules=rules_for(cfg),
         lora_scale=lora_scale(cfg),
         rows=rows,
@@ -168,7 +170,9 @@ class Learner:
         denominator = loss_denominator(rows, c.loss_mean, constant)
         exact = config.loss.kl_coef == 0 and config.loss.entropy_coef == 0
         kept = [r for r in rows if needs_gradient(r)] if c.skip_zero_advantage and exact else list(rows)
-        batch = pack_rows(kept, config.row_tokens, config.rows, normaliser=c.loss_mean)
+        batch = pack_rows(
+            kept, config.row_tokens, config.rows, normaliser=c.loss_mean, routing=self.update.routing
+        )
         arrays, count, self.update.capacity = microbatches(batch, config.rows, self.update.capacity)
         if not kept:
             count = 0

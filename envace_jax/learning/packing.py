@@ -26,7 +26,8 @@ class TrainRow:
 
     ids int32; sampled bool; sampler_logprobs float32 (0 where not sampled); advantages float32; role int8 (0 ACT,
     1 REHEARSE); output int32: which sampled output of the row an id belongs to (0, 1, ...; -1 where not sampled);
-    copies int32: how often the loss counts the id (1 but for the reference's duplicated rows).
+    copies int32: how often the loss counts the id (1 but for the reference's duplicated rows); experts int16
+    [length, layers, k]: the experts of the position that each id was sampled from, -1 where none are known.
     """
 
     ids: np.ndarray
@@ -36,6 +37,7 @@ class TrainRow:
     role: np.ndarray
     output: np.ndarray = None  # type: ignore[assignment]  # left out: filled in below
     copies: np.ndarray = None  # type: ignore[assignment]
+    experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.ids) < 2 or self.sampled[0]:
@@ -52,10 +54,12 @@ def train_rows(
     trajectory: Any,
     advantages: Mapping[Role, float] | Sequence[float],
     extra_copies: Sequence[int] | None = None,
+    routing: tuple[int, int] | None = None,
 ) -> list[TrainRow]:
     """Training rows of one trajectory: those of its ledger rows that hold sampled ids, up to the last of them.
 
-    advantages: one a role, or one an output in the order of the trajectory's segments.
+    advantages: one a role, or one an output in the order of the trajectory's segments. routing: layers and experts a
+    token, where the rows are to carry what the segments recorded.
 
     A trajectory with reward None gives none: no verdict, no gradient.  Raises ValueError when a segment's ids are
     not the ids of its row (the prefix that the sampler saw must be the row that the learner trains on).
@@ -64,6 +68,7 @@ def train_rows(
         return []
     outputs = [np.full(len(row.ids), -1, np.int32) for row in trajectory.rows]
     copies = [np.ones(len(row.ids), np.int32) for row in trajectory.rows]
+    experts: list[np.ndarray | None] = [None] * len(outputs)
     for k, segment in enumerate(trajectory.segments):
         span = slice(segment.start, segment.start + len(segment.ids))
         row = trajectory.rows[segment.row]
@@ -72,8 +77,10 @@ def train_rows(
         outputs[segment.row][span] = k
         if extra_copies is not None:
             copies[segment.row][span] += extra_copies[k]
+        if routing is not None:
+            experts[segment.row] = _with_experts(experts[segment.row], len(row.ids), span, segment.experts, routing)
     result = []
-    for row, output, copy in zip(trajectory.rows, outputs, copies):
+    for row, output, copy, chosen in zip(trajectory.rows, outputs, copies, experts):
         sampled = np.asarray(row.sampled, bool)
         if not sampled.any():
             continue
@@ -95,9 +102,21 @@ def train_rows(
                 role=np.full(end, ROLE_CODES[row.role], np.int8),
                 output=np.where(sampled, output - output[sampled].min(), -1).astype(np.int32),
                 copies=copy[:end],
+                experts=None if chosen is None else chosen[:end],
             )
         )
     return result
+
+
+def _with_experts(
+    known: np.ndarray | None, length: int, span: slice, recorded: bytes, shape: tuple[int, int]
+) -> np.ndarray:
+    """A row's experts [length, layers, k] with those that one segment recorded."""
+    if known is None:
+        known = np.full((length, *shape), -1, np.int16)
+    if recorded:
+        known[span] = np.frombuffer(recorded, np.int16).reshape(-1, *shape)
+    return known
 
 
 def token_weights(row: TrainRow, normaliser: str) -> np.ndarray:
@@ -163,7 +182,9 @@ class Batch:
     tokens int32, positions int32 (from 0 in each packed row), segment_ids int32 (1, 2, ...; 0 is padding);
     target_index int32: the position whose hidden state predicts; targets int32: the id it predicts; mask bool;
     output int32: outputs of a batch row numbered from 1, 0 where not mask; role int8; weights, advantages,
-    sampler_logprobs float32.  `packed` names the source rows of each batch row, `fill` the share that is not padding.
+    sampler_logprobs float32.  experts int16 [N, T, layers, k], by position: experts to use again, -1 for the router's
+    own choice; None where nothing is replayed.  `packed` names the source rows of each batch row, `fill` the share
+    that is not padding.
     """
 
     tokens: np.ndarray
@@ -177,6 +198,7 @@ class Batch:
     weights: np.ndarray
     advantages: np.ndarray
     sampler_logprobs: np.ndarray
+    experts: np.ndarray | None = None
     packed: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
@@ -186,15 +208,22 @@ class Batch:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that go to the device, by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "packed"}
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "packed"}
+        return {name: array for name, array in named.items() if array is not None}
 
 
 def pack_rows(
-    rows: Sequence[TrainRow], row_tokens: int, n_rows_multiple: int = 1, *, normaliser: str = "token"
+    rows: Sequence[TrainRow],
+    row_tokens: int,
+    n_rows_multiple: int = 1,
+    *,
+    normaliser: str = "token",
+    routing: tuple[int, int] | None = None,
 ) -> Batch:
     """Packs rows into [N, row_tokens] with N a multiple of `n_rows_multiple` (at least one multiple).
 
-    A row of L ids takes L-1 positions: its last id is only ever predicted.
+    A row of L ids takes L-1 positions: its last id is only ever predicted. routing: layers and experts a token, where
+    the batch is to carry experts to use again.
     """
     bins = best_fit([len(row.ids) - 1 for row in rows], row_tokens)
     n = max(-(-len(bins) // n_rows_multiple), 1) * n_rows_multiple
@@ -206,6 +235,7 @@ def pack_rows(
     floats = {name: np.zeros((n, row_tokens), np.float32) for name in ("weights", "advantages", "sampler_logprobs")}
     mask = np.zeros((n, row_tokens), bool)
     role = np.zeros((n, row_tokens), np.int8)
+    experts = None if routing is None else np.full((n, row_tokens, *routing), -1, np.int16)
     for b, members in enumerate(bins):
         start = filled = outputs = 0
         for segment, index in enumerate(members, 1):
@@ -225,10 +255,12 @@ def pack_rows(
             floats["sampler_logprobs"][b, front] = row.sampler_logprobs[where + 1]
             mask[b, front] = True
             role[b, front] = row.role[where + 1]
+            if experts is not None and row.experts is not None:
+                experts[b, span] = row.experts[1:]  # by the position that predicts
             start += length
             filled += len(where)
             outputs += int(row.output.max(initial=-1)) + 1  # type: ignore[union-attr]
-    return Batch(**ints, **floats, mask=mask, role=role, packed=bins)
+    return Batch(**ints, **floats, mask=mask, role=role, experts=experts, packed=bins)
 
 
 def needs_gradient(row: TrainRow) -> bool:
@@ -247,7 +279,7 @@ def microbatches(batch: Batch, rows_per_microbatch: int, capacity: int) -> tuple
         capacity *= 2
     shaped = {}
     for name, array in batch.arrays().items():
-        full = np.zeros((capacity * rows_per_microbatch, array.shape[1]), array.dtype)
+        full = np.zeros((capacity * rows_per_microbatch, *array.shape[1:]), array.dtype)
         full[: len(array)] = array
-        shaped[name] = full.reshape(capacity, rows_per_microbatch, -1)
+        shaped[name] = full.reshape(capacity, rows_per_microbatch, *array.shape[1:])
     return shaped, real, capacity

@@ -29,7 +29,7 @@ from envace_jax.learning.loss import (
     supervised_loss,
     token_logprobs,
 )
-from envace_jax.model.moe import balance_loss
+from envace_jax.model.moe import balance_loss, routed_differently
 from envace_jax.model.qwen3 import ForwardOptions, Params, forward_with_routing, output_matrix
 from envace_jax.model.sharding import Rules, axes_of, param_shardings
 from envace_jax.model.spec import Qwen3Spec
@@ -46,7 +46,8 @@ class UpdateConfig:
     A microbatch is `rows` batch rows of `row_tokens` ids; `capacity` is the number of microbatches that the program
     has room for.  drift_limit: an update whose mean exp|learner - sampler| exceeds it is not taken (0: no limit).
     spike_limit: nor is one whose gradient norm exceeds it (0: no limit).
-    router_aux_coef: weight of the load-balancing loss of a mixture of experts.
+    router_aux_coef: weight of the load-balancing loss of a mixture of experts.  replay_routing: the batch says which
+    experts to use (`packing.Batch.experts`), in the update and in scoring.
     attention, moe_chunk, rules, lora_scale: see `model.qwen3.ForwardOptions`.
     """
 
@@ -70,6 +71,7 @@ class UpdateConfig:
     row_tokens: int = 256
     capacity: int = 16
     router_aux_coef: float = 0.0
+    replay_routing: bool = False
     loss: LossConfig = LossConfig()
 
     def __post_init__(self) -> None:
@@ -121,10 +123,20 @@ def split_trained(params: Params) -> tuple[Params, Params]:
 
 def batch_logprobs(
     params: Params, spec: Qwen3Spec, batch: dict[str, jax.Array], options: ForwardOptions, loss: LossConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities and entropies [B, S] of a microbatch's predictions, and the routers' balance loss or 0."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Log-probabilities and entropies [B, S] of a microbatch's predictions, the routers' balance loss or 0, and, where
+    experts are used again, how far the routers' own choices are from them (`moe.routed_differently`)."""
+    replay_LxBxTxK = None
+    if "experts" in batch:
+        replay_LxBxTxK = jnp.moveaxis(batch["experts"].astype(jnp.int32), 2, 0)
     hidden_BxTxD, routing = forward_with_routing(
-        params, spec, batch["tokens"], batch["positions"], batch["segment_ids"], options=options
+        params,
+        spec,
+        batch["tokens"],
+        batch["positions"],
+        batch["segment_ids"],
+        options=options,
+        replay_LxBxTxK=replay_LxBxTxK,
     )
     logprob, entropy = token_logprobs(
         gather_predictions(hidden_BxTxD, batch["target_index"]),
@@ -135,7 +147,12 @@ def batch_logprobs(
         chunk_tokens=loss.chunk_tokens,
         entropy_gradient=loss.entropy_coef > 0,
     )
-    return logprob, entropy, jnp.float32(0) if routing is None else balance_loss(spec, routing)
+    if routing is None:
+        return logprob, entropy, jnp.float32(0), None
+    moved = None
+    if replay_LxBxTxK is not None:
+        moved = routed_differently(routing.own, replay_LxBxTxK, replay_LxBxTxK[0, :, :, 0] >= 0)
+    return logprob, entropy, balance_loss(spec, routing), moved
 
 
 def _pick(batch: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
@@ -165,6 +182,8 @@ class Update:
         self.capacity = config.capacity
         self.compile_seconds: dict[str, float] = {}
         self._programs: dict[tuple[str, int, str], Any] = {}
+        if config.replay_routing and not spec.is_moe:
+            raise UserError("model.replay_routing=True: the model has no experts")
         if mesh is not None:
             shards = int(np.prod([mesh.shape[a] for a in axes_of(rules.batch)]))
             if config.rows % shards:
@@ -181,7 +200,7 @@ class Update:
     def _batch_sharding(self) -> NamedSharding | None:
         if self.mesh is None:
             return None
-        return NamedSharding(self.mesh, P(None, self.rules.batch, None))
+        return NamedSharding(self.mesh, P(None, self.rules.batch))
 
     def _scalar_sharding(self) -> NamedSharding | None:
         return NamedSharding(self.mesh, P()) if self.mesh is not None else None
@@ -225,7 +244,9 @@ class Update:
             compute = unstack_layers(compute)
 
         def loss(params: Params, micro: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
-            logprob, entropy, balance = batch_logprobs(frozen | params, self.spec, micro, self.options, config.loss)
+            logprob, entropy, balance, moved = batch_logprobs(
+                frozen | params, self.spec, micro, self.options, config.loss
+            )
             if config.loss.supervised:
                 value, figures = supervised_loss(logprob, entropy, micro)
             else:
@@ -233,6 +254,8 @@ class Update:
             if config.router_aux_coef > 0:
                 # Weighted as the microbatch is in the loss, so that the sum over microbatches is their mean.
                 value += config.router_aux_coef * balance * jnp.sum(micro["weights"])
+            if moved is not None:
+                figures["sums"]["rerouted"] = jax.lax.stop_gradient(moved)
             return value, figures
 
         gradient = jax.value_and_grad(loss, has_aux=True)
@@ -288,10 +311,15 @@ class Update:
             compute = unstack_layers(compute)
 
         def body(i: jax.Array, out: jax.Array) -> jax.Array:
-            logprob, _, _ = batch_logprobs(compute, self.spec, _pick(batch, i), self.options, self.config.loss)
+            logprob, *_ = batch_logprobs(compute, self.spec, _pick(batch, i), self.options, self.config.loss)
             return jax.lax.dynamic_update_index_in_dim(out, logprob, i, 0)
 
         return jax.lax.fori_loop(0, count, body, jnp.zeros_like(batch["weights"]))
+
+    @property
+    def routing(self) -> tuple[int, int] | None:
+        """Layers and experts a token where batches say which experts to use, else None."""
+        return (self.spec.n_layers, self.spec.n_experts_per_token) if self.config.replay_routing else None
 
     def batch_shapes(self, capacity: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the device batch, for compilation without data."""
@@ -307,7 +335,10 @@ class Update:
             if self.config.loss.kl_coef > 0:
                 dtypes["reference_logprobs"] = jnp.float32
         sharding = self._batch_sharding()
-        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+        shapes = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+        if self.routing is not None:
+            shapes["experts"] = jax.ShapeDtypeStruct((*shape, *self.routing), jnp.int16, sharding=sharding)
+        return shapes
 
     def lower_update(self, state: State, capacity: int | None = None) -> Any:
         """The lowered update program for a state (arrays or shapes)."""
@@ -408,6 +439,10 @@ def host_metrics(metrics: dict[str, Any]) -> dict[str, float]:
         "nonfinite": float(not metrics["finite"]),
         "tokens_trained": float(tokens.sum()),
     }
+    if "rerouted" in sums:
+        some, mean, recorded = (float(n) for n in sums["rerouted"])
+        out["routing/moved"] = some / max(recorded, 1.0)
+        out["routing/moved_layers"] = mean / max(recorded, 1.0)
     for name, value in sums.items():
         if np.shape(value) == (ROLES,) and name != "tokens":
             out[name] = float(np.sum(value) / max(tokens.sum(), 1.0))

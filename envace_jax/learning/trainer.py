@@ -121,7 +121,7 @@ def train_step(run: Run) -> Metrics:
     with following(run):
         for name, learner in run.learners.items():
             prefix = "" if name == "policy" else f"{name}/"
-            rows = rows_of(trajectories, advantages, copies, run.arm.learners[name])
+            rows = rows_of(trajectories, advantages, copies, run.arm.learners[name], learner.update.routing)
             with run.processes.waits(f"the update of step {step + 1}"):
                 figures = learner.learn(rows, step)
             metrics |= {prefix + key: value for key, value in figures.items()}
@@ -259,13 +259,14 @@ def rows_of(
     advantages: Sequence[Credit],
     copies: Sequence[Sequence[int]] | None,
     roles: Sequence[Role],
+    routing: tuple[int, int] | None = None,
 ) -> list[TrainRow]:
-    """Training rows of these roles."""
+    """Training rows of these roles, with the recorded experts where `routing` (layers, experts a token) is given."""
     codes = {ROLE_CODES[role] for role in roles}
     rows = [
         row
         for i, trajectory in enumerate(trajectories)
-        for row in train_rows(trajectory, advantages[i], copies[i] if copies is not None else None)
+        for row in train_rows(trajectory, advantages[i], copies[i] if copies is not None else None, routing)
     ]
     return [row for row in rows if int(row.role[0]) in codes]
 

@@ -162,6 +162,7 @@ def warmstart_update(cfg: ConfigDict, mesh: Mesh | None) -> UpdateConfig:
         lr_warmup_steps=max(1, steps // 20),
         total_steps=steps,
         drift_limit=0.0,
+        replay_routing=False,  # nothing was sampled
         capacity=max(1, -(-tokens // (config.rows * config.row_tokens))),
         loss=LossConfig(supervised=True, chunk_tokens=cfg.learning.logprob_chunk),
     )

@@ -25,11 +25,13 @@ from envace_jax.model.spec import Qwen3Spec
 class Routing(NamedTuple):
     """What the routers did. Per layer, or stacked over layers on axis 0 as `forward_with_routing` returns it.
 
-    ids: int32 [B, T, k], chosen experts, most probable first. counts: float32 [E], assignments of valid tokens.
-    mass: float32 [E], summed probability. tokens: float32 scalar, valid tokens.
+    ids: int32 [B, T, k], the experts that were used, most probable first where nothing was replayed. own: the same,
+    the experts that the router would have used. counts: float32 [E], assignments of valid tokens. mass: float32 [E],
+    summed probability. tokens: float32 scalar, valid tokens.
     """
 
     ids: jax.Array
+    own: jax.Array
     counts: jax.Array
     mass: jax.Array
     tokens: jax.Array
@@ -37,20 +39,21 @@ class Routing(NamedTuple):
 
 def route(
     spec: Qwen3Spec, logits_NxE: jax.Array, replay_NxK: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Expert ids [N, k], their weights [N, k] (float32) and all probabilities [N, E] (float32).
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Expert ids [N, k], their weights [N, k], all probabilities [N, E] (float32), and the router's own choice [N, k].
 
-    With `replay_NxK` the experts are the given ones and only their weights are computed anew.
+    With `replay_NxK` the experts are the given ones, where they are not negative, and only their weights are computed
+    anew.
     """
     probs_NxE = jax.nn.softmax(logits_NxE.astype(jnp.float32), axis=-1)
-    if replay_NxK is None:
-        weights_NxK, ids_NxK = jax.lax.top_k(probs_NxE, spec.n_experts_per_token)
-    else:
-        ids_NxK = replay_NxK
+    weights_NxK, own_NxK = jax.lax.top_k(probs_NxE, spec.n_experts_per_token)
+    ids_NxK = own_NxK
+    if replay_NxK is not None:
+        ids_NxK = jnp.where(replay_NxK >= 0, replay_NxK, own_NxK)
         weights_NxK = jnp.take_along_axis(probs_NxE, ids_NxK, axis=-1)
     if spec.norm_topk_prob:
         weights_NxK = weights_NxK / jnp.sum(weights_NxK, axis=-1, keepdims=True)
-    return ids_NxK, weights_NxK, probs_NxE
+    return ids_NxK, weights_NxK, probs_NxE, own_NxK
 
 
 def grouped_matmul(x_MxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -159,7 +162,7 @@ def moe_mlp(
     Args:
         experts: gate and up [E, D, F], down [E, F, D], whole along D, cut along E and F as the rules say.
         valid_BxT: tokens that count in the routing figures (None: all). Padding is computed all the same.
-        replay_BxTxK: expert ids to use instead of the router's choice.
+        replay_BxTxK: expert ids to use instead of the router's choice; negative: its choice stands.
         chunk: tokens of one shard that go through the experts at a time, recomputed in the backward pass (0: all).
     """
     b, t, d = x_BxTxD.shape
@@ -171,7 +174,7 @@ def moe_mlp(
 
     def shard(x: jax.Array, router: jax.Array, weights: tuple, valid: jax.Array, replay: jax.Array | None):
         x_NxD = x.reshape(-1, d)
-        ids_NxK, weights_NxK, probs_NxE = route(
+        ids_NxK, weights_NxK, probs_NxE, own_NxK = route(
             spec,
             jnp.einsum("nd,de->ne", x_NxD, router, preferred_element_type=jnp.float32),
             None if replay is None else replay.reshape(-1, spec.n_experts_per_token),
@@ -207,20 +210,21 @@ def moe_mlp(
         figures = (seen_N @ chosen_NxE, seen_N @ probs_NxE, seen_N.sum())
         if active:
             figures = jax.lax.psum(figures, (*batch, *(axes_of(rules.sequence) if sequence else ())))
-        return out_NxD.reshape(x.shape).astype(x.dtype), ids_NxK.reshape(*x.shape[:2], -1), figures
+        ids, own = (i.reshape(*x.shape[:2], -1) for i in (ids_NxK, own_NxK))
+        return out_NxD.reshape(x.shape).astype(x.dtype), ids, own, figures
 
     if not active:
-        out, ids, figures = shard(x_BxTxD, router_DxE, experts, valid_BxT, replay_BxTxK)
-        return out, Routing(ids, *figures)
+        out, ids, own, figures = shard(x_BxTxD, router_DxE, experts, valid_BxT, replay_BxTxK)
+        return out, Routing(ids, own, *figures)
     token_spec, row_spec = rules.spec("batch", sequence, None), rules.spec("batch", sequence)
     wide, narrow = rules.gathered("experts", "embed", "ffn"), rules.gathered("experts", "ffn", "embed")
     whole = rules.spec(None)
-    out, ids, figures = jax.shard_map(
+    out, ids, own, figures = jax.shard_map(
         shard,
         in_specs=(token_spec, rules.spec(None, None), (wide, wide, narrow), row_spec, token_spec),
-        out_specs=(token_spec, token_spec, (whole, whole, rules.spec())),
+        out_specs=(token_spec, token_spec, token_spec, (whole, whole, rules.spec())),
     )(enter(rules, x_BxTxD), router_DxE, experts, jax.reshard(valid_BxT, row_spec), replay_BxTxK)
-    return jax.reshard(out, rules.spec("batch", "sequence", None)), Routing(ids, *figures)
+    return jax.reshard(out, rules.spec("batch", "sequence", None)), Routing(ids, own, *figures)
 
 
 def balance_loss(spec: Qwen3Spec, routing: Routing) -> jax.Array:
@@ -236,7 +240,8 @@ def balance_loss(spec: Qwen3Spec, routing: Routing) -> jax.Array:
 
 
 def routed_differently(ids_LxBxTxK: jax.Array, other_LxBxTxK: jax.Array, mask_BxT: jax.Array) -> jax.Array:
-    """Share of (layer, token) pairs under the mask whose sets of experts differ."""
-    same = jnp.all(jnp.sort(ids_LxBxTxK, -1) == jnp.sort(other_LxBxTxK, -1), axis=-1)
-    total = jnp.maximum(jnp.sum(mask_BxT) * ids_LxBxTxK.shape[0], 1)
-    return jnp.sum(~same & mask_BxT[None]) / total
+    """Float32 [3]: tokens under the mask whose sets of experts differ in some layer, the mean of that number over
+    single layers, and tokens under the mask."""
+    differ = jnp.any(jnp.sort(ids_LxBxTxK, -1) != jnp.sort(other_LxBxTxK, -1), axis=-1) & mask_BxT[None]
+    counts = (jnp.any(differ, axis=0), jnp.mean(differ.astype(jnp.float32), axis=0), mask_BxT)
+    return jnp.stack([jnp.sum(n, dtype=jnp.float32) for n in counts])

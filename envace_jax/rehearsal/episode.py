@@ -113,7 +113,9 @@ def mask(state: EpisodeState, cause: str) -> EpisodeState:
 # --- a segment came in --------------------------------------------------------------------------------------------
 
 
-def receive(state: EpisodeState, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> EpisodeState:
+def receive(
+    state: EpisodeState, ids: Sequence[int], logprobs: Sequence[float], finish: str, experts: bytes = b""
+) -> EpisodeState:
     """The sampled output of the role that the state waits for."""
     need = next_request(state)
     assert isinstance(need, Need), f"no segment is awaited in phase {state.phase}"
@@ -122,7 +124,7 @@ def receive(state: EpisodeState, ids: Sequence[int], logprobs: Sequence[float], 
     stopped = finish == "stop" and ids and ids[-1] in chat.stop_ids
     text = chat.tokenizer.decode(ids[:-1] if stopped else ids)
     row = state.rows[need.row]
-    segment = Segment(need.role, need.segment, ids, logprobs, finish, text, need.row, len(row))
+    segment = Segment(need.role, need.segment, ids, logprobs, finish, text, need.row, len(row), experts)
     state = _with_row(state, need.row, row.sample(ids, logprobs))
     state = state.but(segments=(*state.segments, segment))
     if finish in ("cancelled", "nan"):

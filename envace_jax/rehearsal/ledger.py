@@ -30,6 +30,8 @@ class Segment:
         text: the decoded ids without the stop id.
         row: index of the row that holds it.
         start: position of its first id in that row.
+        experts: int16 [len(ids), layers, k], row by row, in the machine's byte order: which experts of a mixture the
+            position went through that each id was sampled from. Empty where the sampler did not record them.
     """
 
     role: Role
@@ -40,6 +42,7 @@ class Segment:
     text: str
     row: int
     start: int
+    experts: bytes = b""
 
 
 @dataclass(frozen=True)

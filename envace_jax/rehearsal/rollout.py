@@ -260,7 +260,8 @@ class _Loop:
                     receive(completion)
                 continue
             live.request = None
-            live.state = episode.receive(live.state, completion.ids, completion.logprobs, completion.finish)
+            said = (completion.ids, completion.logprobs, completion.finish, completion.experts)
+            live.state = episode.receive(live.state, *said)
             self.ready.append(live)
         return bool(completions)
 

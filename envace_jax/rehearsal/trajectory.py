@@ -7,6 +7,7 @@ the reward and why it ended.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -166,6 +167,7 @@ def _segment_json(segment: Segment) -> dict[str, Any]:
         "finish": segment.finish,
         "row": segment.row,
         "start": segment.start,
+        **({"experts": base64.b64encode(segment.experts).decode()} if segment.experts else {}),
     }
 
 
@@ -179,6 +181,7 @@ def _segment(value: Mapping[str, Any]) -> Segment:
         text=str(value["text"]),
         row=int(value["row"]),
         start=int(value["start"]),
+        experts=base64.b64decode(value.get("experts", "")),
     )
 
 

@@ -138,7 +138,7 @@ def _fill(
         ids_RxN = _of_role((lanes.tokens[ACT][chosen_R], lanes.tokens[REHEARSE][chosen_R]), role_R)
         owner_RxT = lanes.owner[chosen_R]
         before_RxT = jnp.arange(length)[None] < used_R[:, None]
-        _, main = feed(
+        _, main, _ = feed(
             params,
             main,
             _window(ids_RxN, valid_R, p),

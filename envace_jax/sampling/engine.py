@@ -64,6 +64,7 @@ class EngineConfig:
     patience: iterations that the live rows may lose, on average, to rows that stopped before a chunk returns early.
     draft: tokens that prompt look-up guesses ahead of every live row (0: off). Outputs stay the same; it pays where
     few rows are decoded and outputs repeat what their prompts say.
+    record_routing: keep the experts that every sampled token came through (mixtures of experts only).
     unroll_layers: compile layers one by one instead of scanning them; default: on CPU only.
     """
 
@@ -75,7 +76,18 @@ class EngineConfig:
     min_share: int = 16
     patience: float = 1.0
     draft: int = 0
+    record_routing: bool = False
     unroll_layers: bool | None = None
+
+    def shapes(self) -> Shapes:
+        """The ladder of shapes that an engine of these sizes compiles for."""
+        return Shapes.plan(
+            slots=self.slots,
+            shelf=self.shelf,
+            max_length=self.max_length,
+            chunk=self.chunk,
+            prefill_chunk=self.prefill_chunk,
+        )
 
 
 class Engine:
@@ -98,19 +110,15 @@ class Engine:
         if config.draft >= config.chunk:
             raise UserError(f"draft={config.draft} must be smaller than chunk={config.chunk}")
         self.spec, self.config, self.seed = spec, config, seed
-        shapes = Shapes.plan(
-            slots=config.slots,
-            shelf=config.shelf,
-            max_length=config.max_length,
-            chunk=config.chunk,
-            prefill_chunk=config.prefill_chunk,
-        )
         unroll = config.unroll_layers
         if unroll is None:
             unroll = jax.default_backend() == "cpu"
         rules = dataclasses.replace(options.rules, batch=None, sequence=None, embed=None, logits=None)
         options = dataclasses.replace(options, remat="none", rules=rules)
-        self.run = Programs(spec, options, shapes, stacked=not unroll, mesh=mesh)
+        if config.record_routing and not spec.is_moe:
+            raise UserError("record_routing: the model has no experts")
+        shapes = config.shapes()
+        self.run = Programs(spec, options, shapes, stacked=not unroll, mesh=mesh, record=config.record_routing)
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._pools: dict[str, Pool] = {}
         self._ids = itertools.count()

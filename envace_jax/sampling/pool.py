@@ -63,7 +63,7 @@ class Pool:
         self.floats = np.ones((self.slots, 2), np.float32)
         self.waiting: deque[Live] = deque()
         self.clock = itertools.count(1)
-        self.flying: tuple[dict[int, Live], jax.Array, jax.Array] | None = None
+        self.flying: tuple[dict[int, Live], jax.Array, jax.Array, jax.Array | None] | None = None
         self.roomy = 0
 
     # ---- whose row is what
@@ -280,14 +280,15 @@ class Pool:
                 mask = guide.allowed()
                 allowed[lane, : len(mask)], allowed[lane, len(mask) :] = mask, False
             drafts = np.zeros((self.slots, 0), np.int32)
-            self.lanes, out, logps = self.run.verify(self.params, self.lanes, drafts, allowed, *arrays)
+            self.lanes, *told = self.run.verify(self.params, self.lanes, drafts, allowed, *arrays)
         elif self.draft:
             drafts = self._guesses()
-            self.lanes, out, logps = self.run.verify(self.params, self.lanes, drafts, None, *arrays)
+            self.lanes, *told = self.run.verify(self.params, self.lanes, drafts, None, *arrays)
         else:
             patience = max(1, int(self.patience * len(self.live)))
-            self.lanes, out, logps = self.run.decode(self.params, self.lanes, *arrays, patience)
-        self.flying = dict(self.live), out, logps
+            self.lanes, *told = self.run.decode(self.params, self.lanes, *arrays, patience)
+        out, logps, experts = told
+        self.flying = dict(self.live), out, logps, experts
 
     def _guesses(self) -> np.ndarray:
         """Prompt look-up: what followed the last place in the row where its latest tokens stood, -1 where nothing."""
@@ -310,10 +311,11 @@ class Pool:
         """Waits for the chunk in flight and returns the requests that it ended."""
         if self.flying is None:
             return []
-        flying, out_device, logps_device = self.flying
+        flying, out_device, logps_device, experts_device = self.flying
         self.flying = None
         start = time.perf_counter()
         out, logps = np.asarray(out_device), np.asarray(logps_device)
+        experts = None if experts_device is None else np.asarray(experts_device)
         self.counters["seconds_waiting"] += time.perf_counter() - start
         chunk = logps.shape[1]
         counts, codes = out[:, chunk], out[:, chunk + 1]
@@ -333,6 +335,8 @@ class Pool:
                     for token in ids.tolist():
                         live.request.guide.accept(token)
                 live.logprobs += logps[lane, :n].tolist()
+                if experts is not None:
+                    live.experts += experts[lane, :n].tobytes()
                 at = int(self.valid[lane]) + 1
                 self.tokens[lane, at : at + n] = ids[: self.tokens.shape[1] - at]
                 self.valid[lane] += n
@@ -356,7 +360,7 @@ class Pool:
             self.valid[lane] = 0
             self._disown(lane)
             self.counters["rows_nan"] += 1
-        return Completion(live.id, tuple(live.ids), tuple(live.logprobs), finish)
+        return Completion(live.id, tuple(live.ids), tuple(live.logprobs), finish, bytes(live.experts))
 
     def cancel(self, request_id: int) -> Completion | None:
         """Ends a request wherever it is; None when it is not here."""

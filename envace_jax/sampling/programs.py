@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from envace_jax.model import kv_cache, qwen3
 from envace_jax.model.kv_cache import KVCache
+from envace_jax.model.moe import Routing
 from envace_jax.model.sharding import Rules, param_shardings
 from envace_jax.model.spec import Qwen3Spec
 from envace_jax.sampling.sampler import position_uniforms, sample
@@ -86,6 +87,12 @@ class Shapes:
         return tuple(n for n in sorted({self.lengths[0], length}) if piece <= n <= length)
 
 
+def _recorded(routing: Routing | None) -> jax.Array:
+    """The experts of a call over T positions a row, int16 [B, T, L, k]."""
+    assert routing is not None, "routing is recorded of a mixture of experts only"
+    return jnp.moveaxis(routing.ids, 0, 2).astype(jnp.int16)
+
+
 def decode(
     params: Any,
     main: KVCache,
@@ -96,7 +103,8 @@ def decode(
     spec: Qwen3Spec,
     options: qwen3.ForwardOptions,
     chunk: int,
-) -> tuple[KVCache, jax.Array, jax.Array]:
+    record: bool = False,
+) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
     """Advances every live row by up to `chunk` tokens and appends their keys and values to the rows.
 
     Each iteration feeds a row's pending token at its next position and samples one. A row stops at a stop id, at
@@ -104,7 +112,8 @@ def decode(
     the iterations that stopped rows sat through, summed over rows, reach `patience`, or no row is live.
 
     Returns the cache (donated in, aliased out), int32 [B, C + 3] (tokens, number of tokens, finish code, number of
-    iterations) and float32 [B, C] log-probabilities.
+    iterations), float32 [B, C] log-probabilities and, with `record`, int16 [B, C, L, k]: the experts of a mixture that
+    the position went through from which each token was sampled (else None).
     """
     b = ints_BxN.shape[0]
     length_B, limit_B = ints_BxN[:, LENGTH_COLUMN], ints_BxN[:, REMAINING]
@@ -128,9 +137,9 @@ def decode(
         return (cursor < chunk) & (wasted < patience) & jnp.any(live_B)
 
     def advance(state: tuple) -> tuple:
-        cursor, wasted, pending_B, live_B, count_B, finish_B, tokens_BxC, logps_BxC, buffer = state
+        cursor, wasted, pending_B, live_B, count_B, finish_B, tokens_BxC, logps_BxC, experts_BxCxLxK, buffer = state
         x_Bx1xD = qwen3.embed(params, pending_B[:, None], options)
-        hidden_Bx1xD, buffer = qwen3.decoder(
+        hidden_Bx1xD, buffer, routing = qwen3.decoder_with_routing(
             params,
             spec,
             x_Bx1xD,
@@ -152,7 +161,10 @@ def decode(
         wasted += jnp.sum((finish_B != RUNNING) & (limit_B > 0), dtype=jnp.int32)
         tokens_BxC = jax.lax.dynamic_update_slice(tokens_BxC, token_B[:, None], (0, cursor))
         logps_BxC = jax.lax.dynamic_update_slice(logps_BxC, logp_B[:, None], (0, cursor))
-        return cursor + 1, wasted, token_B, live_B, count_B, finish_B, tokens_BxC, logps_BxC, buffer
+        if record:
+            experts_BxCxLxK = jax.lax.dynamic_update_slice(experts_BxCxLxK, _recorded(routing), (0, cursor, 0, 0))
+        facts = (token_B, live_B, count_B, finish_B)
+        return cursor + 1, wasted, *facts, tokens_BxC, logps_BxC, experts_BxCxLxK, buffer
 
     zero = jnp.int32(0)
     state = (
@@ -164,12 +176,15 @@ def decode(
         jnp.zeros(b, jnp.int32),
         jnp.zeros((b, chunk), jnp.int32),
         jnp.zeros((b, chunk), jnp.float32),
+        jnp.zeros((b, chunk, spec.n_layers, spec.n_experts_per_token), jnp.int16) if record else None,
         buffer,
     )
-    n, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, buffer = jax.lax.while_loop(more, advance, state)
+    n, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, experts_BxCxLxK, buffer = jax.lax.while_loop(
+        more, advance, state
+    )
     main = merge(main, buffer, length_B)
     facts_Bx3 = jnp.stack([count_B, finish_B, jnp.full_like(count_B, n)], axis=1)
-    return main, jnp.concatenate([tokens_BxC, facts_Bx3], axis=1), logps_BxC
+    return main, jnp.concatenate([tokens_BxC, facts_Bx3], axis=1), logps_BxC, experts_BxCxLxK
 
 
 def prefill(
@@ -202,8 +217,8 @@ def feed(
     context: int,
     places_R: jax.Array | None = None,
     hidden_RxT: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache]:
-    """Runs P tokens a row through the model, writing their keys and values; hidden states [R, P, D] and cache.
+) -> tuple[jax.Array, KVCache, Routing | None]:
+    """Runs P tokens a row through the model, writing keys and values; hidden states [R, P, D], cache, routing.
 
     `starts_R` are the positions that the model counts; they lie in the cache from there, or from `places_R`. Cache
     positions that `hidden_RxT` marks are not read.
@@ -231,7 +246,7 @@ def feed(
         return kv_cache.local(functools.partial(window, layer), specs, (cache_spec, heads))(*arrays)
 
     x_RxPxD = qwen3.embed(params, tokens_RxP, options)
-    return qwen3.decoder(params, spec, x_RxPxD, positions_RxP, attend, main, options=options)
+    return qwen3.decoder_with_routing(params, spec, x_RxPxD, positions_RxP, attend, main, options=options)
 
 
 def verify(
@@ -244,7 +259,8 @@ def verify(
     *,
     spec: Qwen3Spec,
     options: qwen3.ForwardOptions,
-) -> tuple[KVCache, jax.Array, jax.Array]:
+    record: bool = False,
+) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
     """One forward pass over every live row's pending token and D guessed ones; keeps the guesses that come true.
 
     Each position is sampled with its own key as in `decode`, so the tokens are those that `decode` would give: a guess
@@ -257,7 +273,7 @@ def verify(
     keys_Bx2 = jax.lax.bitcast_convert_type(ints_BxN[:, KEY : KEY + 2], jnp.uint32)
     tokens_BxP = jnp.concatenate([ints_BxN[:, PENDING : PENDING + 1], jnp.maximum(drafts_BxD, 0)], axis=1)
     rows_B = jnp.where(live_B, jnp.arange(b), b)
-    hidden_BxPxD, main = feed(
+    hidden_BxPxD, main, routing = feed(
         params, main, tokens_BxP, rows_B, length_B, spec=spec, options=options, context=main.length
     )
     logits_BxPxV = qwen3.unembed(params, hidden_BxPxD, options)
@@ -281,7 +297,8 @@ def verify(
     code_B = jnp.where(live_B, jnp.take_along_axis(code_BxP, last_B[:, None], axis=1)[:, 0], RUNNING)
     count_B = jnp.where(live_B, last_B + (code_B != NAN), 0)
     facts_Bx3 = jnp.stack([count_B, code_B, jnp.ones_like(count_B)], axis=1)
-    return main, jnp.concatenate([sampled_BxP, facts_Bx3], axis=1), logp_BxP
+    experts_BxPxLxK = _recorded(routing) if record else None
+    return main, jnp.concatenate([sampled_BxP, facts_Bx3], axis=1), logp_BxP, experts_BxPxLxK
 
 
 def hand_over(params: Any, *, spec: Qwen3Spec, dtype: Any, stacked: bool, specs: Any = None) -> Any:
@@ -344,8 +361,10 @@ class Programs:
         *,
         stacked: bool,
         mesh: jax.sharding.Mesh | None = None,
+        record: bool = False,
     ):
         self.spec, self.options, self.shapes, self.stacked, self.mesh = spec, options, shapes, stacked, mesh
+        self.record = record
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.n_compiled = 0
         self._hand_over: dict[Any, Any] = {}
@@ -387,7 +406,7 @@ class Programs:
     def program(self, name: str, key: tuple[Any, ...], function: Callable, donate: int | None, args: tuple) -> Any:
         program = self.compiled.get((name, *key))
         if program is None:
-            everywhere = (name, key, self.spec, self.options, self.shapes, _signature(args))
+            everywhere = (name, key, self.spec, self.options, self.shapes, self.record, _signature(args))
             program = _COMPILED.get(everywhere)
             if program is None:
                 with self.active():
@@ -399,7 +418,9 @@ class Programs:
 
     def decode(self, params: Any, main: KVCache, ints: np.ndarray, floats: np.ndarray, patience: int) -> Any:
         args = (params, main, ints, floats, np.int32(patience))
-        function = functools.partial(decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk)
+        function = functools.partial(
+            decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk, record=self.record
+        )
         return self.program("decode", (main.rows, main.length), function, 1, args)(*args)
 
     def verify(
@@ -412,7 +433,7 @@ class Programs:
         floats: np.ndarray,
     ) -> Any:
         args = (params, main, drafts, allowed, ints, floats)
-        function = functools.partial(verify, spec=self.spec, options=self.options)
+        function = functools.partial(verify, spec=self.spec, options=self.options, record=self.record)
         key = (main.length, drafts.shape[1], allowed is not None)
         return self.program("verify", key, function, 1, args)(*args)
 
@@ -449,12 +470,12 @@ class Programs:
             floats = np.ones((shapes.slots, 2), np.float32)
             if draft:
                 drafts = np.zeros((shapes.slots, draft), np.int32)
-                main, _, _ = self.verify(params, main, drafts, None, ints, floats)
+                main, *_ = self.verify(params, main, drafts, None, ints, floats)
             else:
-                main, _, _ = self.decode(params, main, ints, floats, 1)
+                main, *_ = self.decode(params, main, ints, floats, 1)
             if guided:
                 allowed = np.ones((shapes.slots, self.spec.vocab_size), bool)
-                main, _, _ = self.verify(params, main, np.zeros((shapes.slots, 0), np.int32), allowed, ints, floats)
+                main, *_ = self.verify(params, main, np.zeros((shapes.slots, 0), np.int32), allowed, ints, floats)
             for rows, piece in shapes.prefill:
                 if piece > length:
                     continue

@@ -53,12 +53,14 @@ class Completion:
     """What a request got: sampled ids (the stop id included), their log-probabilities, and why it ended.
 
     `finish` is stop, length, cancelled (with what was sampled so far) or nan (with what was sampled before).
+    `experts`: see `rehearsal.ledger.Segment`; empty unless the engine records routing.
     """
 
     request_id: int
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str
+    experts: bytes = b""
 
 
 @dataclasses.dataclass
@@ -71,3 +73,4 @@ class Live:
     limit: int
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    experts: bytearray = dataclasses.field(default_factory=bytearray)

@@ -32,7 +32,7 @@ def layer_inputs(seed: int = 0, batch: int = 8, length: int = 4):
 def by_hand(x_BxTxD, router, experts):
     """Every expert for every token, then the weighted sum of the chosen ones."""
     gate, up, down = experts
-    ids, weights, _ = route(SPEC, x_BxTxD.reshape(-1, SPEC.d_model) @ router)
+    ids, weights, *_ = route(SPEC, x_BxTxD.reshape(-1, SPEC.d_model) @ router)
     flat = x_BxTxD.reshape(-1, SPEC.d_model)
     hidden = jax.nn.silu(jnp.einsum("nd,edf->enf", flat, gate)) * jnp.einsum("nd,edf->enf", flat, up)
     every = jnp.einsum("enf,efd->end", hidden, down)
@@ -154,9 +154,18 @@ def test_replayed_routing_is_used_and_counted(hf_folder):
     noisy = jax.tree.map(lambda w: w * (1 + 0.05 * jax.random.normal(jax.random.key(0), w.shape)), params)
     other, free = run(noisy)
     mask = jnp.ones(TOKENS.shape, bool)
-    assert 0 < float(routed_differently(free.ids, routing.ids, mask)) < 1
+    np.testing.assert_array_equal(free.own, free.ids)
+    some, mean, total = routed_differently(free.ids, routing.ids, mask)
+    assert 0 < mean < some < total == TOKENS.size
+    differ = (np.sort(free.ids) != np.sort(routing.ids)).any(-1)
+    assert (float(some), float(mean)) == (differ.any(0).sum(), pytest.approx(differ.mean(0).sum()))
     fixed, kept = run(noisy, routing.ids)
-    assert float(routed_differently(kept.ids, routing.ids, mask)) == 0
+    np.testing.assert_array_equal(kept.ids, routing.ids)
+    assert float(routed_differently(kept.own, routing.ids, mask)[0]) > 0  # what the router would have done is known
+    half = jnp.where((jnp.arange(17) % 2 == 0)[None, None, :, None], routing.ids, -1)
+    _, mixed = run(noisy, half)
+    np.testing.assert_array_equal(mixed.ids[:, :, ::2], routing.ids[:, :, ::2])
+    np.testing.assert_array_equal(mixed.ids[:, :, 1::2], mixed.own[:, :, 1::2])
     assert float(jnp.abs(fixed - hidden).mean()) < float(jnp.abs(other - hidden).mean())
 
 
