@@ -160,8 +160,8 @@ def make_engine(
     return Engine(params, spec, engine_config(cfg), seed=cfg.seed, options=forward_options(cfg, rules), mesh=mesh)
 
 
-def make_judge(cfg: ConfigDict) -> Judge:
-    """The judge of the configuration: rules, an endpoint, or a policy in this process."""
+def make_judge(cfg: ConfigDict, mesh: jax.sharding.Mesh | None = None) -> Judge:
+    """The judge of the configuration: rules, an endpoint, or a policy in this process, on the engine's `mesh`."""
     rewards = cfg.rewards
     if rewards.judge == "rules":
         return RuleJudge()
@@ -170,32 +170,32 @@ def make_judge(cfg: ConfigDict) -> Judge:
         from envace_jax.rewards.model_judge import ModelJudge
 
         return ModelJudge(Endpoint(EndpointSettings.from_config(rewards.endpoint)), batch_items=rewards.batch_items)
-    return _policy_judge(cfg)
+    return _policy_judge(cfg, mesh)
 
 
 def judge_config(cfg: ConfigDict) -> ConfigDict:
-    """The configuration of a frozen policy as the judge: its own folder, tokenizer and limits."""
+    """The configuration of the policy that judges: the run's, with its own folder, tokenizer and limits."""
     section = cfg.rewards.policy
     own = cfg.copy_and_resolve_references()
     with own.unlocked():
         own.model.path, own.model.tokenizer = section.path, ""
         own.chat.thinking, own.chat.tool_docs = True, "full"
+        own.model.replay_routing, own.model.lora.rank = False, 0
         own.rollout.max_act_tokens = own.rollout.max_rehearse_tokens = section.max_tokens
     return own
 
 
-def _policy_judge(cfg: ConfigDict) -> Judge:
-    """A frozen policy as the judge, with an engine of its own on this run's devices."""
+def _policy_judge(cfg: ConfigDict, mesh: jax.sharding.Mesh | None) -> Judge:
+    """A frozen policy as the judge, with an engine of its own on the mesh."""
     from envace_jax.rewards.model_judge import ModelJudge
     from envace_jax.rewards.policy_judge import PolicyBackend
 
     section, own = cfg.rewards.policy, judge_config(cfg)
     chat = chat_format(own)
-    mesh = mesh_for(own) if jax.process_count() == 1 else None  # each process has its own judge
     spec, params = load_model(own, chat, mesh)
     params = cast_params(params, own.model.dtype)
     backend = PolicyBackend(
-        make_engine(own, spec, params),
+        make_engine(own, spec, params, rules_for(own), mesh),
         chat,
         temperature=section.temperature,
         top_p=section.top_p,

@@ -33,15 +33,16 @@ def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
     if not tasks:
         raise UserError("data: no tasks in this split")
     chat = chat_format(cfg)
-    spec, params = load_model(cfg, chat, mesh_for(cfg))
-    engine = make_engine(cfg, spec, params)
+    mesh = mesh_for(cfg)
+    spec, params = load_model(cfg, chat, mesh)
+    engine = make_engine(cfg, spec, params, mesh=mesh)
     group_size = cfg.learning.group_size
     played = rollout(
         tasks,
         engine=engine,
         chat=chat,
         cfg=RolloutConfig.from_config(cfg),
-        judge=make_judge(cfg),
+        judge=make_judge(cfg, mesh),
         seed=cfg.seed,
         group_size=group_size,
         grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),

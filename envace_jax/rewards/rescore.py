@@ -101,7 +101,7 @@ def _score(
 
 
 def run_rescore(cfg: ConfigDict, args: argparse.Namespace) -> None:
-    from envace_jax.build import make_judge
+    from envace_jax.build import make_judge, mesh_for
 
     path = args.trajectories / "trajectories.jsonl" if args.trajectories.is_dir() else args.trajectories
     new_file("--out", args.out)
@@ -114,7 +114,7 @@ def run_rescore(cfg: ConfigDict, args: argparse.Namespace) -> None:
     causes: Counter[str] = Counter()
     total = changed = 0
     with args.out.open("w") as out:
-        judge = make_judge(cfg)
+        judge = make_judge(cfg, mesh_for(cfg))
         for trajectory, reward, missing in rescored(read_trajectories(path), judge, checklists, cfg):
             total += 1
             causes += missing

@@ -61,3 +61,17 @@ def test_polling_advances_its_engine() -> None:
     for _ in range(5):
         results += judging.poll()
     assert results[0].verdicts == (((False,),),)
+
+
+def test_a_judge_made_from_a_configuration_runs_on_the_mesh_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from envace_jax.build import make_judge, mesh_for
+    from envace_jax.config import default_config
+
+    monkeypatch.chdir(TOKENIZER.parents[2])
+    cfg = default_config()
+    cfg.rewards.judge, cfg.rewards.policy.path, cfg.rewards.policy.max_tokens = "policy", "data/quickstart/model", 8
+    cfg.rollout.max_input_tokens, cfg.rollout.slots, cfg.rollout.live_episodes = 2000, 2, 2
+    cfg.mesh.fsdp, cfg.mesh.tensor = 2, 2
+    judging = make_judge(cfg, mesh_for(cfg))
+    result = judging.judge(REQUEST)
+    assert result.verdicts == (((None,),),) and result.usage["requests"] > 0  # cut off after eight tokens
