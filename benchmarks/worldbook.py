@@ -14,14 +14,15 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from envace_jax.datasets.quickstart.generator import generate_tasks
-from envace_jax.datasets.traces import TraceEpisode, episode_from_task
-from envace_jax.worldbook.build import BuildConfig, build_worldbook
+from envace_jax.datasets.traces import TraceEpisode, TraceEvent, episode_from_task, make_episode, write_traces
+from envace_jax.worldbook.build import BuildConfig, build_worldbook, load_episodes
 from envace_jax.worldbook.compile import replay_rules
 from envace_jax.worldbook.harness import Harness
 from envace_jax.worldbook.ingest import align
@@ -110,15 +111,35 @@ def peak_kib() -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
-def build(traces: int, folds: int) -> dict[str, float]:
-    """CPU seconds and memory of a build; run in a process of its own."""
-    train = episodes("train", traces)
-    before = peak_kib()
+def long_winded(episode: TraceEpisode, chars: int) -> TraceEpisode:
+    """The episode with a page of so many characters read after every observation."""
+    events: list[TraceEvent] = []
+    for k, event in enumerate(episode.events):
+        events.append(event)
+        if event.kind == "observation":
+            text = f"{episode.episode_id} line {k} "
+            call = {"type": "read_page", "arguments": {"page": k}, "raw": ""}
+            events.append(TraceEvent("agent", "action", call, {"call_id": f"page{k}"}))
+            page = (text * (chars // len(text) + 1))[:chars]
+            events.append(TraceEvent("environment", "observation", page, {"call_id": f"page{k}"}))
+    return make_episode(events, where="long", episode_id=episode.episode_id, initial_state=episode.initial_state)
+
+
+def build(traces: int, page: int, folds: int) -> dict[str, float]:
+    """CPU seconds and memory of reading traces from a file and building from them; run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "traces.jsonl"
+        train = (episode_from_task(t) for t in generate_tasks("train", traces))
+        write_traces(file, (long_winded(e, page) if page else e for e in train))
+        before = peak_kib()
+        return {"traces": traces, "file_mb": file.stat().st_size / 1e6} | _built(file, before, folds)
+
+
+def _built(file: Path, before: int, folds: int) -> dict[str, float]:
     began = time.process_time()
-    book = build_worldbook(train, config=BuildConfig(folds=folds))
+    book = build_worldbook(load_episodes([file])[0], config=BuildConfig(folds=folds))
     peak = peak_kib()
     return {
-        "traces": traces,
         "transitions": len(book.evidence),
         "rules": len(book.rules),
         "cpu_s": time.process_time() - began,
@@ -134,11 +155,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train", type=int, default=400, help="quickstart traces of the worldbook that is measured")
     parser.add_argument("--heldout", type=int, default=400)
     parser.add_argument("--build", type=int, nargs="*", default=[250, 500, 1000], help="sizes of the builds measured")
+    parser.add_argument("--page", type=int, default=65_536, help="characters of a page in the traces of the last build")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--one_build", type=int, default=0, help=argparse.SUPPRESS)  # what a child process runs
+    # What a child process runs: number of traces and characters of a page.
+    parser.add_argument("--one_build", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one_build:
-        print(json.dumps(build(args.one_build, 2)))
+        print(json.dumps(build(*args.one_build, 2)))
         return 0
     held_out = episodes("heldout", args.heldout)
     book = build_worldbook(episodes("train", args.train), config=BuildConfig(folds=2))
@@ -147,8 +170,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in figures.items():
         print(f"{name:28} {value if isinstance(value, str) else format(value, '.6g')}", flush=True)
     figures["builds"] = []
-    for size in args.build:
-        command = [sys.executable, __file__, "--one_build", str(size)]
+    sizes = [(size, 0) for size in args.build]
+    for size, page in [*sizes, *((size, args.page) for size, _ in sizes[-1:])]:
+        command = [sys.executable, __file__, "--one_build", str(size), str(page)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         figures["builds"].append(json.loads(done.stdout))
         print("build", ", ".join(f"{k} {format(v, '.5g')}" for k, v in figures["builds"][-1].items()), flush=True)

@@ -16,6 +16,7 @@ from envace_jax.config import UserError
 from envace_jax.datasets.traces import TraceEpisode, TraceReport, read_traces
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook import records as R
+from envace_jax.worldbook.brief import clip
 from envace_jax.worldbook.columns import Shape, discover_shape
 from envace_jax.worldbook.compile import (
     Claims,
@@ -33,10 +34,10 @@ from envace_jax.worldbook.completer import CallLog, Completer
 from envace_jax.worldbook.ingest import Flag, Transition, align
 from envace_jax.worldbook.state import state_from_json
 from envace_jax.worldbook.store import Worldbook, save_worldbook
-from envace_jax.worldbook.symbolic import Induction, induce_rules
+from envace_jax.worldbook.symbolic import LONGEST, Induction, induce_rules
 
-EVIDENCE_BYTES = 64 << 20
-CLIPPED = 2_000
+WHOLE_CHARS = 64 << 20  # characters of observations that a build holds whole
+CLIPPED = LONGEST + 1_000  # what is kept of a long one beyond that: still longer than rules may give
 
 Log = Callable[[str], None]
 
@@ -118,6 +119,8 @@ def load_episodes(
 ) -> tuple[list[TraceEpisode], TraceReport, list[dict[str, Any]]]:
     """Episodes of several files or folders with the report of bad ones and the hashed list of sources.
 
+    Memory is bounded: when 64 Mi characters of observations are held, long ones are kept in part.
+
     Raises:
         UserError: a missing path, a bad trace under ``on_bad="stop"``, an episode outside the train split, or
             nothing usable.
@@ -125,6 +128,7 @@ def load_episodes(
     report = TraceReport()
     episodes: list[TraceEpisode] = []
     sources = []
+    held = 0
     for path in map(Path, paths):
         for episode in read_traces(path, form=form, on_bad=on_bad, report=report):
             if episode.split != "train":
@@ -133,6 +137,9 @@ def load_episodes(
                     raise UserError(message + ": a worldbook is built from training traces only")
                 report.bad.append(message)
                 continue
+            if held > WHOLE_CHARS:
+                episode = clipped(episode)
+            held += sum(len(e.content) for e in episode.events if e.kind == "observation")
             episodes.append(episode)
         for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
             with file.open("rb") as handle:
@@ -141,6 +148,17 @@ def load_episodes(
     if not episodes:
         raise UserError(f"no usable trace in {', '.join(map(str, paths))} ({len(report.bad)} bad)")
     return episodes, report, sources
+
+
+def clipped(episode: TraceEpisode) -> TraceEpisode:
+    """The episode with the middle of its long observations left out; its ids stay those of the whole one."""
+    events = [
+        replace(e, content=clip(e.content, CLIPPED), metadata={**e.metadata, "clipped_from": len(e.content)})
+        if e.kind == "observation" and len(e.content) > CLIPPED
+        else e
+        for e in episode.events
+    ]
+    return replace(episode, events=tuple(events))
 
 
 def build_worldbook(
@@ -253,16 +271,11 @@ def write_build(book: Worldbook, out: str | Path, work: Path | None = None) -> P
 def _align_all(episodes: Iterable[TraceEpisode], report: BuildReport) -> tuple[list[Transition], list[TraceEpisode]]:
     transitions: list[Transition] = []
     kept = []
-    held = 0
     for episode in episodes:
         found, flags = align(episode)
         report.flags += flags
         kept.append(episode)
-        for t in found:
-            if held > EVIDENCE_BYTES and len(t.text) > CLIPPED:
-                t = replace(t, text=t.text[: CLIPPED * 3 // 4] + "\n…\n" + t.text[-CLIPPED // 4 :], value=None)
-            held += len(t.text)
-            transitions.append(t)
+        transitions += found
     report.transitions = len(transitions)
     return transitions, kept
 

@@ -36,10 +36,12 @@ from envace_jax.worldbook.explain import Explanation, explain
 from envace_jax.worldbook.guards import Guard, action_novelty, learn_guards, novelty_conditions
 from envace_jax.worldbook.ingest import Transition, align, usable_prefix
 from envace_jax.worldbook.matching import implied
-from envace_jax.worldbook.records import StateMutation, TransitionRule, short_id
+from envace_jax.worldbook.records import RecordError, StateMutation, TransitionRule, short_id
+from envace_jax.worldbook.rulebook import check_rule
 from envace_jax.worldbook.state import State, StateError, freeze, lookup, state_from_json
 from envace_jax.worldbook.terms import Scope, compile_term
 
+LONGEST = 8_000  # characters of an observation that rules may give
 ROUNDS = 5
 TOLERANCE = 0.3
 MAX_BRANCHES = 24
@@ -128,8 +130,8 @@ class _Induction:
     def split(self, name: str, samples: list[Sample], tolerance: float) -> list[tuple[list[Sample], Explanation]]:
         """Groups of like observations with their explanations: by shape first, by text where terms do not reach."""
         out = []
-        for group in _grouped(samples, lambda s: signature(s.value)):
-            out += self._split_group(group, tolerance)
+        for group in _grouped(samples, lambda s: (_long(s), signature(s.value))):
+            out += [(group, Explanation(None))] if _long(group[0]) else self._split_group(group, tolerance)
         return out
 
     def _split_group(
@@ -224,6 +226,8 @@ class _Induction:
 
     def _explain_branch(self, branch: Branch) -> Explanation:
         """Explain a branch from its untouched samples where there are enough, else from all of them, loosely."""
+        if _long(branch.samples[0]):
+            return Explanation(None)
         clean = [s for s in branch.samples if id(s) in self.clean][:EXPLAIN_SAMPLES]
         if len(clean) >= MIN_CLEAN:
             columns, _ = build_columns(clean, self.shape)
@@ -391,27 +395,37 @@ class _Induction:
             conditions += [c for key, c in known.items() if key not in default]
             explanation = branch.explanation
             render = explanation.term if explanation is not None else None
-            if render is None:
-                missing += guard.support
             value = branch.samples[0].value
             sources = tuple(self.steps[s.id].source() for s in branch.samples[:8])
             body = {"a": name, "c": conditions, "r": render, "e": [[e.op, e.path, e.value] for e in branch.effects]}
-            out.append(
-                TransitionRule(
-                    id=short_id("rule", body),
-                    action_type=name,
-                    description=f"{name}: branch of {guard.support} transitions",
-                    conditions=tuple(conditions),
-                    effects=tuple(branch.effects),
-                    outcome="failure" if is_failure(value) else "success",
-                    render=render,
-                    status="supported" if render is not None else "tentative",
-                    provenance=sources,
-                )
+            rule = TransitionRule(
+                id=short_id("rule", body),
+                action_type=name,
+                description=f"{name}: branch of {guard.support} transitions",
+                conditions=tuple(conditions),
+                effects=tuple(branch.effects),
+                outcome="failure" if is_failure(value) else "success",
+                render=render,
+                status="supported" if render is not None else "tentative",
+                provenance=sources,
             )
+            runs = _within_bounds(rule)
+            if render is None or not runs:
+                missing += guard.support
+            if runs:
+                out.append(rule)
             if guard.condition is not None:
                 earlier.append({"not": guard.condition})
         return out, missing
+
+
+def _within_bounds(rule: TransitionRule) -> bool:
+    """Whether a rule can run: what traces of thousands of values give may be larger than a term can be."""
+    try:
+        check_rule(rule)
+    except RecordError:
+        return False
+    return True
 
 
 def _misled(guards: Sequence[Guard], samples: Sequence[Sample]) -> list[Sample]:
@@ -438,6 +452,11 @@ def _single(term: Any) -> Any:
             return _single(term["$agree"][0])
         return {k: _single(v) for k, v in term.items()}
     return [_single(t) for t in term] if isinstance(term, list) else term
+
+
+def _long(sample: Sample) -> bool:
+    """Whether an observation is too long to be put together from terms: pages and files are the agent's to answer."""
+    return len(sample.text) > LONGEST
 
 
 def signature(value: Any) -> Any:

@@ -13,7 +13,8 @@ import pytest
 
 from envace_jax.config import UserError
 from envace_jax.datasets.quickstart.generator import generate_tasks
-from envace_jax.datasets.traces import TraceEpisode, episode_from_task, write_traces
+from envace_jax.datasets.traces import TraceEpisode, TraceEvent, episode_from_task, make_episode, write_traces
+from envace_jax.worldbook import build
 from envace_jax.worldbook import records as R
 from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
 from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
@@ -236,6 +237,29 @@ def test_only_training_traces_build_and_sources_are_hashed(tmp_path: Path) -> No
         load_episodes([tmp_path / "t.jsonl"])
     kept, report, sources = load_episodes([tmp_path / "t.jsonl"], on_bad="skip")
     assert len(kept) == 2 and len(report.bad) == 1 and len(sources[0]["sha256"]) == 64
+
+
+def test_long_observations_are_held_in_part_and_no_rule_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the bound on memory; ids and what is aligned stay, and a page that was cut off is never an answer."""
+    pages = []
+    for k, episode in enumerate(ledger.episodes(12, 4)):
+        ask = TraceEvent("agent", "action", {"type": "page", "arguments": {"n": 1}, "raw": ""}, {"call_id": "p"})
+        page = TraceEvent("environment", "observation", "word " * 4_000, {"call_id": "p"})
+        events = [*episode.events, ask, page]
+        pages.append(make_episode(events, where="t", episode_id=f"e{k}", initial_state=episode.initial_state))
+    write_traces(tmp_path / "t.jsonl", pages)
+    monkeypatch.setattr(build, "WHOLE_CHARS", 30_000)
+    kept, _, _ = load_episodes([tmp_path / "t.jsonl"])
+    lengths = [len(e.events[-1].content) for e in kept]
+    assert lengths[:2] == [20_000, 20_000] and all(9_000 <= n < 9_100 for n in lengths[2:])
+    assert kept[5].events[-1].metadata["clipped_from"] == 20_000
+    assert [[v.id for v in e.events] for e in kept] == [[v.id for v in e.events] for e in pages]
+    book = build_worldbook(kept, config=BuildConfig(folds=2))
+    assert not [r for r in (*book.rules, *book.candidates) if r.action_type == "page" and r.render is not None]
+    assert [r for r in (*book.rules, *book.candidates) if r.action_type == "balance" and r.render is not None]
+    assert replay_rules(book, kept).by_action["page"] == [0, 0, 12]  # type: ignore[index]
 
 
 def test_the_deterministic_build_resumes_and_rejects_other_settings(tmp_path: Path) -> None:
