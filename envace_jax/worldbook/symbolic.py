@@ -129,7 +129,7 @@ class _Induction:
 
     def split(self, name: str, samples: list[Sample], tolerance: float) -> list[tuple[list[Sample], Explanation]]:
         """Groups of like observations with their explanations: by shape first, by text where terms do not reach."""
-        out = []
+        out: list[tuple[list[Sample], Explanation]] = []
         for group in _grouped(samples, lambda s: (_long(s), signature(s.value))):
             out += [(group, Explanation(None))] if _long(group[0]) else self._split_group(group, tolerance)
         return out
