@@ -13,10 +13,9 @@ from envace_jax.config_file import start_from
 def get_config():
     c = start_from(__file__, "qwen3_8b_v5p.py")
     c.model.size = "1.7b"
+    c.rollout.slots = 8
+    c.rollout.live_episodes = 8
     c.learning.logprob_chunk = 2048
-    c.mesh.fsdp = 4
-    c.mesh.tensor = 4
-    c.mesh.sequence = "tensor"
-    c.plan.rollout_tensor = 4
     c.plan.topology = "v5e:4x4"
+    c.plan.chip_hour = 1.2  # dollars, a list price of 2025: use your own
     return c

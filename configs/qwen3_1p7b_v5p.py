@@ -13,9 +13,9 @@ from envace_jax.config_file import start_from
 def get_config():
     c = start_from(__file__, "qwen3_8b_v5p.py")
     c.model.size = "1.7b"
-    c.rollout.slots = 8
-    c.rollout.live_episodes = 16
-    c.learning.logprob_chunk = 4096
-    c.mesh.fsdp = 4
+    c.rollout.slots = 32
+    c.rollout.live_episodes = 32
+    c.learning.logprob_chunk = 1024
+    c.mesh.fsdp = 1
     c.plan.topology = "v5p:2x2x1"
     return c

@@ -19,9 +19,7 @@ def get_config():
     c.learning.logprob_chunk = 16384
     c.mesh.fsdp = 16
     c.mesh.expert = 4
-    c.mesh.tensor = 4
-    c.mesh.sequence = "tensor"
-    c.plan.rollout_tensor = 4
     c.plan.rollout_expert = 4
     c.plan.topology = "v5e:16x16"
+    c.plan.chip_hour = 1.2  # dollars, a list price of 2025: use your own
     return c

@@ -19,6 +19,9 @@ def get_config():
     c.learning.logprob_chunk = 16384
     c.mesh.fsdp = 8
     c.mesh.expert = 4
-    c.plan.rollout_tensor = 4
+    c.mesh.tensor = 1
+    c.mesh.sequence = ""
+    c.plan.rollout_tensor = 1
+    c.plan.rollout_expert = 4
     c.plan.topology = "v5p:2x4x4"
     return c

@@ -4,7 +4,7 @@
     sbatch --nodes=2 --gpus-per-node=8 launch/slurm_gpu.sbatch train --config configs/qwen3_8b_gpu16.py \\
         --config.model.path=FOLDER --config.data.path=FILE
 
-Hardware: h100:16, one sampler a GPU. FOLDER is a checked checkpoint (`envace_jax import Qwen/Qwen3-8B FOLDER`), FILE a
+Hardware: h100:16, one sampler a node. FOLDER is a checked checkpoint (`envace_jax import Qwen/Qwen3-8B FOLDER`), FILE a
 CM2 file. Expect: the plan comes from formulas (nothing can be compiled ahead of time for GPUs); no run of this size has
 been made.
 """
@@ -15,5 +15,12 @@ from envace_jax.config_file import start_from
 def get_config():
     c = start_from(__file__, "qwen3_8b_v5p.py")
     c.model.attention = "cudnn"
+    c.mesh.fsdp = 2
+    c.mesh.tensor = 8
+    c.rollout.slots = 32
+    c.rollout.live_episodes = 32
+    c.learning.logprob_chunk = 2048
+    c.plan.rollout_tensor = 8
     c.plan.topology = "h100:16"
+    c.plan.chip_hour = 0.0
     return c

@@ -16,8 +16,6 @@ def get_config():
     c.rollout.live_episodes = 2
     c.learning.logprob_chunk = 8192
     c.mesh.fsdp = 32
-    c.mesh.tensor = 4
-    c.mesh.sequence = "tensor"
-    c.plan.rollout_tensor = 4
     c.plan.topology = "v5e:8x16"
+    c.plan.chip_hour = 1.2  # dollars, a list price of 2025: use your own
     return c

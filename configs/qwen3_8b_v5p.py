@@ -17,13 +17,17 @@ def get_config():
     c.model.remat = "full"
     c.model.attention = "splash"
     c.chat.thinking = True
-    c.rollout.slots = 4
-    c.rollout.live_episodes = 4
+    c.rollout.slots = 16
+    c.rollout.live_episodes = 16
     c.rollout.chunk = 32
     c.rollout.prefill_chunk = 1024
     c.learning.row_tokens = 20480  # one full ledger: 12,000 + 8,000, up to the kernel's block of 1,024
     c.learning.rows_per_microbatch = 1
-    c.learning.logprob_chunk = 8192  # over all shards of the batch together
-    c.mesh.fsdp = 16
+    c.learning.logprob_chunk = 4096  # over all shards of the batch together
+    c.mesh.fsdp = 4
+    c.mesh.tensor = 4  # the chips of one host: its engine cuts over them
+    c.mesh.sequence = "tensor"
+    c.plan.rollout_tensor = 4
     c.plan.topology = "v5p:2x2x4"
+    c.plan.chip_hour = 4.2  # dollars, a list price of 2025: use your own
     return c

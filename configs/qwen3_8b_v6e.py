@@ -12,10 +12,10 @@ from envace_jax.config_file import start_from
 
 def get_config():
     c = start_from(__file__, "qwen3_8b_v5p.py")
+    c.rollout.slots = 8
+    c.rollout.live_episodes = 8
     c.learning.logprob_chunk = 2048
     c.mesh.fsdp = 8
-    c.mesh.tensor = 4
-    c.mesh.sequence = "tensor"
-    c.plan.rollout_tensor = 4
     c.plan.topology = "v6e:4x8"
+    c.plan.chip_hour = 2.7  # dollars, a list price of 2025: use your own
     return c

@@ -55,6 +55,11 @@ class Slice:
         return math.prod(self.shape)
 
     @property
+    def host(self) -> int:
+        """Chips of one process (a TPU slice of several hosts has four in each)."""
+        return min(self.size, self.chip.node or 4)
+
+    @property
     def links(self) -> float:
         """Bytes per second and chip that a collective over the whole slice moves at best."""
         return self.chip.network if self.chip.node and self.size > self.chip.node else self.chip.links

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError
 from envace_jax.planning.chips import Slice, parse_slice
 from envace_jax.planning.programs import prepare_environment
+
+PROGRAMS = ("decode", "prefill", "update")
+"""What a plan compiles, the quickest first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +37,7 @@ def run_plan(cfg: ConfigDict, args: argparse.Namespace) -> int:
     print("\n".join(lines(plan)))
     figures: dict[str, Any] = record(plan)
     if args.search:
-        largest = search(cfg, slice_, name, compiling)
+        largest = search(cfg, slice_, name, plan.programs)
         figures["largest_rows_per_microbatch"] = largest
         print(f"largest learning.rows_per_microbatch that fits: {largest or 'none'}")
     if args.json:
@@ -42,33 +47,45 @@ def run_plan(cfg: ConfigDict, args: argparse.Namespace) -> int:
 
 def plan_for(cfg: ConfigDict, slice_: Slice, name: str, compiling: bool) -> Any:
     """Compiles what the platform allows and puts the plan together."""
-    import math
+    check_layout(cfg, slice_)
+    return assemble(cfg, slice_, name, [compile_one(cfg, slice_, p) for p in PROGRAMS] if compiling else [])
 
-    from envace_jax.build import model_spec, rules_for
-    from envace_jax.learning.arms import make_arm
-    from envace_jax.model.sharding import MESH_AXES, axes_of
+
+def compile_one(cfg: ConfigDict, slice_: Slice, program: str) -> Any:
+    """One of PROGRAMS, compiled for the slice (`programs.Program`)."""
+    from envace_jax.build import model_spec
     from envace_jax.planning import programs as compile_
-    from envace_jax.planning.report import make_plan, work_of
+    from envace_jax.planning.report import microbatches_of
 
     spec = model_spec(cfg)
-    check_heads(cfg, spec)
+    if program == "update":
+        mesh = compile_.learner_mesh(cfg, compile_.tpu_devices(slice_))
+        return compile_.update_program(cfg, spec, mesh, microbatches_of(cfg))
+    sampler = compile_.sampler_mesh(cfg, slice_)
+    return {"decode": compile_.decode_program, "prefill": compile_.prefill_program}[program](cfg, spec, sampler)
+
+
+def assemble(cfg: ConfigDict, slice_: Slice, name: str, programs: Sequence[Any]) -> Any:
+    """The plan (`report.Plan`) from compiled programs; what is missing comes from formulas."""
+    from envace_jax.build import model_spec
+    from envace_jax.learning.arms import make_arm
+    from envace_jax.planning.report import make_plan
+
+    arm = make_arm(cfg)
+    learners = len(arm.learners)
+    sets = learners + len(arm.frozen)
+    return make_plan(cfg, model_spec(cfg), slice_, programs, name=name, learners=learners, sets=sets)
+
+
+def check_layout(cfg: ConfigDict, slice_: Slice) -> None:
+    """That the mesh has the slice's size and cuts the model evenly."""
+    from envace_jax.build import model_spec
+    from envace_jax.model.sharding import MESH_AXES
+
+    check_heads(cfg, model_spec(cfg))
     sizes = {axis: int(cfg.mesh[axis]) for axis in MESH_AXES}
     if math.prod(sizes.values()) != slice_.size:
         raise UserError(f"mesh {sizes}: {math.prod(sizes.values())} places, plan.topology has {slice_.size} chips")
-    arm, found = make_arm(cfg), []
-    if compiling:
-        rows = cfg.learning.rows_per_microbatch * math.prod(sizes[a] for a in axes_of(rules_for(cfg).batch))
-        work = work_of(cfg)
-        microbatches = math.ceil(work.tokens / (rows * cfg.learning.row_tokens))
-        mesh = compile_.learner_mesh(cfg, compile_.tpu_devices(slice_))
-        sampler = compile_.sampler_mesh(cfg, slice_)
-        found = [
-            compile_.update_program(cfg, spec, mesh, microbatches),
-            compile_.decode_program(cfg, spec, sampler),
-            compile_.prefill_program(cfg, spec, sampler),
-        ]
-    learners = len(arm.learners)
-    return make_plan(cfg, spec, slice_, found, name=name, learners=learners, sets=learners + len(arm.frozen))
 
 
 def check_heads(cfg: ConfigDict, spec: Any) -> None:
@@ -82,13 +99,17 @@ def check_heads(cfg: ConfigDict, spec: Any) -> None:
             raise UserError(f"{key}={expert}: does not divide the model's {spec.n_experts} experts")
 
 
-def search(cfg: ConfigDict, slice_: Slice, name: str, compiling: bool) -> int:
-    """The largest power of two for `learning.rows_per_microbatch` with which every phase fits (0: none)."""
+def search(cfg: ConfigDict, slice_: Slice, name: str, programs: Sequence[Any]) -> int:
+    """The largest power of two for `learning.rows_per_microbatch` with which every phase fits (0: none).
+
+    programs: those of the plan, of which the update is compiled anew for each size; none: formulas alone.
+    """
+    others = [p for p in programs if p.name != "update"]
     best, rows = 0, 1
     while True:
         trial = cfg.copy_and_resolve_references()
         trial.learning.rows_per_microbatch = rows
-        plan = plan_for(trial, slice_, name, compiling)
+        plan = assemble(trial, slice_, name, [*others, compile_one(trial, slice_, "update")] if programs else [])
         if not plan.fits:
             return best
         best = rows

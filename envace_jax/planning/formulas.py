@@ -82,19 +82,48 @@ def read_weights(spec: Qwen3Spec, rows: int) -> float:
     return 1 - experts * (1 - hit) / spec.n_params()
 
 
-def activation_bytes(spec: Qwen3Spec, tokens: int, chunk: int, remat: str, tensor: int = 1) -> float:
+def prefill_bytes(spec: Qwen3Spec, rows: int, piece: int, context: int, score_limit: int, tensor: int = 1) -> float:
+    """Temporaries of a prefill call on one chip, bfloat16: `piece` tokens of each of `rows` rows, read up to `context`.
+
+    Float32 scores of as many queries as keep them under `score_limit`, one layer's keys and values of the rows, and the
+    tokens' hidden states, three wide and the feed-forward's.
+    """
+    scores = 4.0 * rows * spec.n_heads / tensor * piece * context
+    while scores > score_limit:
+        scores /= 2
+    layer = rows * context * kv_bytes(spec) / spec.n_layers / tensor
+    hidden = spec.n_experts_per_token * spec.d_ff_expert if spec.is_moe else spec.d_ff
+    return scores + layer + 2 * rows * piece * (3 * spec.d_model + 2 * hidden / tensor)
+
+
+def update_bytes(trained: float) -> float:
+    """What an update holds beside state and activations, from one chip's trained parameters: 14 bytes each.
+
+    The sum of gradients in float32 and its next value, one microbatch's gradients, those of the scan under way, and the
+    compute copy, in bfloat16 (fits what the TPU compiler allots; see docs/plan.md).
+    """
+    return 14 * trained
+
+
+def activation_bytes(
+    spec: Qwen3Spec, tokens: int, chunk: int, remat: str, tensor: int = 1, sequence: int = 1, expert: int = 1
+) -> float:
     """Rough peak of a training row's activations on one chip, bfloat16 (used where no compiler can be asked).
 
-    The inputs of all layers, one layer's intermediates recomputed, their gradients, and one chunk's logits.
+    The inputs of all layers (cut `sequence` ways), one layer's intermediates recomputed, their gradients, its gathered
+    weights and their gradients, the output matrix (bfloat16, float32 and its float32 gradient), one chunk's logits.
     """
     width = 4 * spec.d_model + 2 * (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim / tensor
     hidden = spec.n_experts_per_token * spec.d_ff_expert if spec.is_moe else spec.d_ff
     layer = tokens * (width + 4 * hidden / tensor) * 2
-    kept: float = spec.n_layers * tokens * spec.d_model * 2
+    kept: float = spec.n_layers * tokens * spec.d_model * 2 / sequence
     if remat == "none":
         kept += spec.n_layers * layer
     elif remat == "dots":
         kept += spec.n_layers * tokens * (width + 2 * hidden / tensor)
     elif remat == "attention":
         kept += spec.n_layers * tokens * spec.n_heads * spec.head_dim * 2 / tensor
-    return kept + 2 * layer + 3 * chunk * spec.vocab_size * 4 / tensor
+    weights = spec.n_params() - spec.d_model * spec.vocab_size * (1 if spec.tie_embeddings else 2)
+    gathered = 2 * 2 * weights / spec.n_layers / tensor / expert
+    head = (2 + 4 + 4) * spec.d_model * spec.vocab_size / tensor
+    return kept + 2 * layer + gathered + head + 3 * chunk * spec.vocab_size * 4 / tensor

@@ -237,16 +237,9 @@ def sampler_shapes(cfg: ConfigDict, spec: Any, mesh: Any) -> SamplerShapes:
     from envace_jax.model.kv_cache import KVCache, cache_spec
     from envace_jax.model.qwen3 import ForwardOptions, flatten_heads, param_shapes
     from envace_jax.model.sharding import SAMPLER, param_shardings
-    from envace_jax.sampling.programs import Shapes
 
     config = engine_config(cfg)
-    shapes = Shapes.plan(
-        slots=config.slots,
-        shelf=config.shelf,
-        max_length=config.max_length,
-        chunk=config.chunk,
-        prefill_chunk=config.prefill_chunk,
-    )
+    shapes = config.shapes()
     weights = jax.eval_shape(flatten_heads, param_shapes(spec, jnp.bfloat16))
     one = jax.ShapeDtypeStruct(
         (spec.n_layers, config.slots, spec.n_kv_heads, shapes.lengths[-1], spec.head_dim),

@@ -52,6 +52,24 @@ def weights_per_chip(spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int]) -> 
     return sum(_cut(e.stack_shape(sizes), PARAM_AXES["/".join(e.ours)], rules, mesh) for e in entries(spec))
 
 
+def rows_bytes(cfg: ConfigDict, spec: Qwen3Spec, mesh: Mapping[str, int]) -> tuple[float, float]:
+    """Keys and values of an engine's lanes and of its shelf on one chip."""
+    from envace_jax.build import engine_config
+
+    engine = engine_config(cfg)
+    row = (engine.max_length + engine.chunk) * formulas.kv_bytes(spec) / mesh["tensor"]
+    return engine.slots * row, engine.shelf * row
+
+
+def judge_bytes(cfg: ConfigDict, mesh: Mapping[str, int]) -> float:
+    """What a policy that judges holds on one chip of a sampler: its own weights, keys and values."""
+    from envace_jax.build import judge_config, model_spec
+
+    own = judge_config(cfg)
+    spec = model_spec(own)
+    return 2 * weights_per_chip(spec, SAMPLER, mesh) + sum(rows_bytes(own, spec, mesh))
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One step of the published batch: tokens through the learner, pairs attended, tokens sampled and prompted."""
@@ -79,6 +97,14 @@ def work_of(cfg: ConfigDict) -> Work:
     r, trajectories = cfg.rollout, cfg.learning.prompts_per_step * cfg.learning.group_size
     longest = max(r.max_act_tokens, r.max_rehearse_tokens)
     return Work(2 * trajectories, r.max_input_tokens + longest, longest, cfg.plan.fill)
+
+
+def microbatches_of(cfg: ConfigDict) -> int:
+    """Microbatches of that work, each full."""
+    from envace_jax.build import rules_for
+
+    work, shards = work_of(cfg), math.prod(int(cfg.mesh[a]) for a in axes_of(rules_for(cfg).batch))
+    return max(1, math.ceil(work.tokens / (cfg.learning.rows_per_microbatch * shards * cfg.learning.row_tokens)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +141,23 @@ class Plan:
         return all(p.fits for p in self.programs) and max(self.phases.values()) <= self.hbm
 
     @property
+    def caution(self) -> str:
+        """Why `train` would not make its samplers as they are planned here; empty where it would."""
+        planned = {axis: self.rollout_mesh[axis] for axis in ("tensor", "expert")}
+        trained = {axis: self.mesh[axis] for axis in planned}
+        if planned != trained:
+            return (
+                f"an engine cuts weights over mesh.tensor={trained['tensor']} and mesh.expert={trained['expert']}, not "
+                f"over plan.rollout_tensor={planned['tensor']} and plan.rollout_expert={planned['expert']}"
+            )
+        if self.slice.host % math.prod(planned.values()):
+            return (
+                f"a sampler of {math.prod(planned.values())} chips: an engine lies in one process, which has "
+                f"{self.slice.host} here"
+            )
+        return ""
+
+    @property
     def step_seconds(self) -> float:
         """A step at the roofline."""
         return self.seconds["train"] + self.seconds["rollout"]
@@ -149,7 +192,7 @@ def make_plan(
     engine, work = engine_config(cfg), work_of(cfg)
     length = engine.max_length + engine.chunk
     kv_token = formulas.kv_bytes(spec) / rollout_mesh["tensor"]
-    lanes, shelf = engine.slots * length * kv_token * sets, engine.shelf * length * kv_token * sets
+    lanes, shelf = (sets * n for n in rows_bytes(cfg, spec, rollout_mesh))
     adapters = adapters_per_chip(spec, cfg, rules, mesh)
     trained = adapters or share
     resident = formulas.Resident(
@@ -159,31 +202,31 @@ def make_plan(
         reference=2 * share * learners if cfg.learning.kl_coef > 0 else 0,
         compute_copy=2 * copy_share * sets,
         kv=lanes + shelf,
-        judge=2 * copy_share if cfg.rewards.judge == "policy" else 0,
+        judge=judge_bytes(cfg, rollout_mesh) if cfg.rewards.judge == "policy" else 0,
     )
     shards = math.prod(mesh[a] for a in axes_of(rules.batch))
     rows = cfg.learning.rows_per_microbatch * shards
-    microbatches = max(1, math.ceil(work.rows * work.row / (rows * cfg.learning.row_tokens)))
+    microbatches = microbatches_of(cfg)
     update, decode, prefill = (_program(programs, n) for n in ("update", "decode", "prefill"))
     state = resident.master + resident.moments
     others = resident.total - state
     if update is None:
-        own = (
-            4 * trained
-            + 2 * trained
-            + formulas.activation_bytes(
-                spec,
-                cfg.learning.rows_per_microbatch * cfg.learning.row_tokens,
-                max(1, cfg.learning.logprob_chunk // shards),
-                cfg.model.remat,
-                mesh["tensor"],
-            )
+        own = formulas.update_bytes(trained) + formulas.activation_bytes(
+            spec,
+            cfg.learning.rows_per_microbatch * cfg.learning.row_tokens,
+            max(1, cfg.learning.logprob_chunk // shards) * cfg.learning.rows_per_microbatch,
+            cfg.model.remat,
+            mesh["tensor"],
+            math.prod(mesh[a] for a in axes_of(rules.sequence)),
+            mesh["expert"],
         )
         in_update = state + own
     else:
         in_update = update.needed or update.arguments + update.own + state * (1 - 1 / learners)
-    own_sampling = [float(p.own) for p in (decode, prefill) if p is not None]
-    sampling = max(own_sampling or [0.02 * resident.kv])
+    sampling = max(
+        decode.own if decode else 0.02 * lanes,
+        prefill.own if prefill else _prefill_bytes(engine, spec, rollout_mesh),
+    )
     refused = max([p.needed for p in (decode, prefill) if p is not None], default=0)
     phases = {
         "rollout": resident.total + sampling if not refused else refused + state + resident.reference + shelf,
@@ -198,7 +241,8 @@ def make_plan(
     moved = sum(c.total for c in update.collectives) if update else _gathered(spec, rules, mesh, microbatches)
     seconds["train collectives"] = moved / slice_.links
     seconds["train"] = max(seconds["train compute"], seconds["train collectives"])
-    samplers = slice_.size / (rollout_mesh["tensor"] * rollout_mesh["expert"])
+    # A process has one engine, which repeats the same work on chips that its axes leave over.
+    samplers = slice_.size / max(slice_.host, rollout_mesh["tensor"] * rollout_mesh["expert"])
     trajectories = cfg.learning.prompts_per_step * cfg.learning.group_size
     together = min(engine.slots, math.ceil(trajectories / samplers))
     read = 2 * copy_share * formulas.read_weights(spec, together)
@@ -235,6 +279,15 @@ def make_plan(
     )
 
 
+def _prefill_bytes(engine: Any, spec: Qwen3Spec, mesh: Mapping[str, int]) -> float:
+    """Temporaries of the engine's largest prefill call, by formula."""
+    from envace_jax.model.kv_cache import SCORE_BYTES
+
+    shapes = engine.shapes()
+    rows, piece = shapes.prefill[-1]
+    return formulas.prefill_bytes(spec, rows, piece, shapes.lengths[-1], SCORE_BYTES, mesh["tensor"])
+
+
 def _gathered(spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int], microbatches: int) -> float:
     """Bytes a chip receives in an update, by formula: a microbatch gathers weights twice and scatters gradients."""
     n = math.prod(mesh[a] for a in axes_of(rules.embed))
@@ -264,6 +317,8 @@ def lines(plan: Plan) -> list[str]:
         f"plan {plan.name}: {spec.n_params() / 1e9:.2f}B parameters on {plan.slice.name} ({plan.slice.size} chips of "
         f"{gib(chip.hbm)}), learner {mesh}, each sampler {sampler}",
     ]
+    if plan.caution:
+        out.append(f"CAUTION: {plan.caution}")
     if not plan.compiled:
         out.append("FROM FORMULAS: no program was compiled; ahead-of-time compilation exists for TPU only")
     out += [
@@ -341,5 +396,6 @@ def record(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "free_tokens": plan.free_tokens,
         "compiled": plan.compiled,
+        "caution": plan.caution,
         "fits": plan.fits,
     }

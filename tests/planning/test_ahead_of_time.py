@@ -37,15 +37,15 @@ def small():
     return cfg
 
 
-def test_decode_reads_its_cache_in_place():
+@pytest.mark.parametrize("topology", ["v6e:1x1", pytest.param("v5e:1x1", marks=pytest.mark.long)])
+def test_decode_reads_its_cache_in_place(topology):
     cfg = small()
-    decode = programs.decode_program(cfg, DENSE, programs.sampler_mesh(cfg, parse_slice("v6e:1x1")))
-    cache = kv_bytes(DENSE) * 16 * (2024 + cfg.rollout.chunk)
+    cfg.rollout.max_input_tokens = cfg.rollout.max_act_tokens = cfg.rollout.max_rehearse_tokens = 4000
+    decode = programs.decode_program(cfg, DENSE, programs.sampler_mesh(cfg, parse_slice(topology)))
+    cache = kv_bytes(DENSE) * 16 * (8000 + cfg.rollout.chunk)
     assert decode.fits
-    assert decode.aliased >= cache  # the donated cache is the returned one
-    buffer = kv_bytes(DENSE) * 16 * cfg.rollout.chunk
-    logits = 16 * DENSE.vocab_size * 4
-    assert decode.temporaries <= 0.02 * cache + buffer + 8 * logits
+    assert decode.aliased >= cache  # the donated cache is the returned one, and nothing as large is made beside it:
+    assert decode.temporaries <= 0.02 * cache, (decode.temporaries, cache)
     assert DENSE.n_layers in decode.while_trips  # layers are scanned
 
 

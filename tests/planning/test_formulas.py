@@ -90,3 +90,24 @@ def test_slices():
     assert parse_slice("h100:8").size == 8
     with pytest.raises(UserError, match="at most 16"):
         rollout_slice(slice_.chip, 32)
+
+
+def test_temporaries_of_a_prefill_by_hand():
+    # Two rows of 8 tokens over 16 positions: scores 4 bytes x 2 rows x 2 heads x 8 x 16 = 2,048, halved to under 600.
+    # One layer's keys and values: 2 rows x 16 x (2 x 1 head x 2 wide x 2 bytes) = 256. Hidden states: 16 tokens x
+    # (3 x 4 + 2 x 6) x 2 bytes = 768.
+    assert formulas.prefill_bytes(SPEC, 2, 8, 16, score_limit=600) == 512 + 256 + 768
+    assert formulas.prefill_bytes(SPEC, 2, 8, 16, score_limit=5000) == 2048 + 256 + 768
+    # Cut over two chips: half the heads, keys and values, half the feed-forward.
+    assert formulas.prefill_bytes(SPEC, 2, 8, 16, 5000, tensor=2) == 1024 + 128 + 2 * 16 * (12 + 6)
+
+
+def test_activations_by_hand():
+    # Width 4 x 4 + 2 x (2 + 2) x 2 = 32, feed-forward 4 x 6 = 24: a layer of 10 tokens is 10 x 56 x 2 bytes = 1,120.
+    # Inputs of two layers 2 x 10 x 4 x 2 = 160; the output matrix 10 bytes x 4 x 10 = 400; logits of a chunk of 5
+    # 3 x 5 x 10 x 4 = 600; weights and gradients of a layer 4 bytes x its share of the parameters.
+    weights = 4 * (SPEC.n_params() - 4 * 10 * (1 if SPEC.tie_embeddings else 2)) / 2
+    whole = formulas.activation_bytes(SPEC, 10, 5, "full")
+    assert whole == 160 + 2 * 1120 + 400 + 600 + weights
+    assert formulas.activation_bytes(SPEC, 10, 5, "full", sequence=2) == whole - 80
+    assert formulas.activation_bytes(SPEC, 10, 5, "none") == whole + 2 * 1120

@@ -73,6 +73,7 @@ def test_memory_by_hand():
     assert plan.resident.compute_copy == 2 * spec.n_params()  # one sampler a chip
     length = 1024 + 1000 + cfg.rollout.chunk
     assert plan.resident.kv == (8 + 8) * length * 2 * 28 * 8 * 128 * 2
+    assert plan.caution == "" and plan.slice.host == 8
     assert plan.phases["hand-over"] == pytest.approx(plan.resident.total + plan.resident.compute_copy)
     # 64 trajectories, an ACT and a REHEARSE ledger each.
     assert plan.work.rows == 128 and plan.work.predictions == 128_000
@@ -111,10 +112,10 @@ def test_gpus_of_several_nodes_talk_over_the_network():
 @pytest.mark.quick
 def test_search_finds_the_largest_microbatch():
     cfg = small()
-    best = search(cfg, parse_slice("h100:8"), "x", compiling=False)
+    best = search(cfg, parse_slice("h100:8"), "x", programs=())
     assert best >= 1 and best & (best - 1) == 0
     cfg.rollout.slots = 4096
-    assert search(cfg, parse_slice("h100:8"), "x", compiling=False) == 0
+    assert search(cfg, parse_slice("h100:8"), "x", programs=()) == 0
 
 
 @pytest.mark.quick
@@ -141,3 +142,33 @@ def test_every_configuration_of_record_can_be_planned():
         plan = plan_for(cfg, parse_slice(cfg.plan.topology), file.stem, compiling=False)
         assert plan.work.rows == 128 and plan.work.row == 20_000
         assert report.lines(plan)
+
+
+@pytest.mark.quick
+def test_a_policy_that_judges_is_sized_by_its_own_configuration(tmp_path):
+    cfg = small()
+    alone = plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+    judge = PRESETS["1.7b"]
+    (tmp_path / "config.json").write_text(json.dumps(judge.to_hf_config()))
+    cfg.rewards.judge, cfg.rewards.policy.path, cfg.rewards.policy.max_tokens = "policy", str(tmp_path), 500
+    plan = plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+    rows = (8 + 8) * (1024 + 500 + cfg.rollout.chunk) * 2 * 28 * 8 * 128 * 2
+    assert plan.resident.judge == 2 * judge.n_params() + rows and alone.resident.judge == 0
+    for phase in ("rollout", "update", "hand-over"):
+        assert plan.phases[phase] - alone.phases[phase] == pytest.approx(plan.resident.judge)
+
+
+@pytest.mark.quick
+def test_samplers_that_a_run_would_not_make_are_said():
+    cfg = small("v5e:2x4")
+    assert plan_for(cfg, parse_slice("v5e:2x4"), "x", compiling=False).caution == ""
+    rate = plan_for(cfg, parse_slice("v5e:2x4"), "x", compiling=False).tokens_per_second
+    cfg.plan.rollout_tensor = 4
+    plan = plan_for(cfg, parse_slice("v5e:2x4"), "x", compiling=False)
+    assert "not over plan.rollout_tensor=4" in plan.caution
+    assert "CAUTION: an engine cuts" in "\n".join(report.lines(plan))
+    cfg.mesh.tensor, cfg.mesh.fsdp = 4, 2
+    fitting = plan_for(cfg, parse_slice("v5e:2x4"), "x", compiling=False)
+    assert fitting.caution == "" and fitting.tokens_per_second > rate  # four chips no longer do the same work
+    cfg.mesh.tensor, cfg.mesh.fsdp, cfg.plan.rollout_tensor = 8, 1, 8
+    assert "a sampler of 8 chips" in plan_for(cfg, parse_slice("v5e:2x4"), "x", compiling=False).caution

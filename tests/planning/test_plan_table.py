@@ -1,0 +1,75 @@
+"""The programs that were compiled for docs/plan.md: what must hold of each, read from benchmarks/plan.json."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from envace_jax import cli
+from envace_jax.planning.chips import parse_slice
+from envace_jax.planning.command import assemble
+from envace_jax.planning.formulas import kv_bytes
+
+ROOT = Path(__file__).parents[2]
+KEPT = json.loads((ROOT / "benchmarks/plan.json").read_text())
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def table():
+    spec = importlib.util.spec_from_file_location("plan_table", ROOT / "benchmarks/plan_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", sorted(KEPT))
+def test_kept_programs(name, table):
+    cfg = cli.load_config(str(ROOT / f"configs/{name}.py"))
+    slice_ = parse_slice(cfg.plan.topology)
+    programs = {n: table.program(p) for n, p in KEPT[name].items()}
+    plan = assemble(cfg, slice_, name, list(programs.values()))
+    assert all(p.fits for p in programs.values())
+    engine_rows = cfg.rollout.slots * (20_000 + cfg.rollout.chunk)
+    cache = kv_bytes(plan.spec) * engine_rows / cfg.plan.rollout_tensor
+    for n in programs.keys() & {"decode", "prefill"}:
+        assert programs[n].aliased >= cache  # the donated cache is the returned one
+    if "decode" in programs:
+        assert programs["decode"].temporaries <= 0.02 * cache
+        assert plan.spec.n_layers in programs["decode"].while_trips
+    if "update" in programs:
+        update = programs["update"]
+        assert update.aliased >= 0.99 * (plan.resident.master + plan.resident.moments)  # updated in place
+        assert update.while_trips.count(plan.spec.n_layers) >= 2  # layers are scanned, forward and backward
+    if len(programs) == 3:
+        estimate = assemble(cfg, slice_, name, [])
+        for phase, size in plan.phases.items():  # what the formulas say where nothing can be compiled
+            assert estimate.phases[phase] == pytest.approx(size, rel=0.1), phase
+
+
+@pytest.mark.parametrize("size", ["1p7b", "8b", "30b_a3b"])
+def test_every_size_has_a_layout_that_was_compiled_and_fits(size, table):
+    fitting = []
+    for name, kept in KEPT.items():
+        cfg = cli.load_config(str(ROOT / f"configs/{name}.py"))
+        current = [table.program(p) for p in kept.values() if p["configuration"] == table.digest(cfg, p["name"])]
+        if name.removeprefix("qwen3_").startswith(size) and len(current) == 3:
+            fitting.append(assemble(cfg, parse_slice(cfg.plan.topology), name, current).fits)
+    assert any(fitting)
+
+
+def test_a_change_that_matters_makes_a_kept_program_stale(table):
+    cfg = cli.load_config(str(ROOT / "configs/qwen3_8b_v5p.py"))
+    before = {name: table.digest(cfg, name) for name in ("update", "decode")}
+    cfg.rollout.slots += 1
+    cfg.plan.chip_hour = 99.0
+    assert table.digest(cfg, "update") == before["update"] and table.digest(cfg, "decode") != before["decode"]
+    cfg.rollout.slots -= 1
+    cfg.learning.rows_per_microbatch += 1
+    assert table.digest(cfg, "update") != before["update"] and table.digest(cfg, "decode") == before["decode"]
+    cfg.model.size = "1.7b"
+    assert table.digest(cfg, "decode") != before["decode"]
