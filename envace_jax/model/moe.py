@@ -13,6 +13,7 @@ and GPU only.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -66,7 +67,7 @@ def grouped_matmul(x_MxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> 
         try:
             import tokamax
         except ImportError:
-            pass
+            warnings.warn("experts are multiplied densely on this GPU: pip install tokamax", stacklevel=2)
         else:
             return tokamax.ragged_dot(x_MxD, w_ExDxF, group_sizes=sizes_E)
     return jax.lax.ragged_dot(x_MxD, w_ExDxF, sizes_E)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from envace_jax.model.hf import load_params
-from envace_jax.model.moe import balance_loss, moe_mlp, route, routed_differently
+from envace_jax.model.moe import balance_loss, grouped_matmul, moe_mlp, route, routed_differently
 from envace_jax.model.qwen3 import ForwardOptions, forward_with_routing, unembed
 from envace_jax.model.sharding import Rules, make_mesh
 from envace_jax.model.spec import PRESETS, Qwen3Spec
@@ -167,6 +168,16 @@ def test_replayed_routing_is_used_and_counted(hf_folder):
     np.testing.assert_array_equal(mixed.ids[:, :, ::2], routing.ids[:, :, ::2])
     np.testing.assert_array_equal(mixed.ids[:, :, 1::2], mixed.own[:, :, 1::2])
     assert float(jnp.abs(fixed - hidden).mean()) < float(jnp.abs(other - hidden).mean())
+
+
+@pytest.mark.quick
+def test_a_gpu_without_the_grouped_kernel_is_said(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    x, w = jnp.ones((4, 3)), jnp.ones((2, 3, 5))
+    with pytest.warns(UserWarning, match="pip install tokamax"):
+        out = grouped_matmul(x, w, jnp.array([1, 3], jnp.int32))
+    np.testing.assert_allclose(out, 3.0)
 
 
 @pytest.mark.quick
