@@ -77,7 +77,7 @@ def checked_spec(cfg: ConfigDict, chat: ChatFormat) -> Qwen3Spec:
     """The model's shape, after a look at its tokenizer and the headers of its files: no weight is read.
 
     Raises `UserError` where a tensor is missing, cut off or of another shape, or the tokenizer has pieces without an
-    embedding.
+    embedding, or the configuration asks for what the model has not.
     """
     spec = model_spec(cfg, chat)
     if chat.tokenizer.vocab_size > spec.vocab_size:
@@ -85,6 +85,8 @@ def checked_spec(cfg: ConfigDict, chat: ChatFormat) -> Qwen3Spec:
             f"the tokenizer has {chat.tokenizer.vocab_size} pieces, the model {spec.vocab_size} embeddings: "
             "model.tokenizer does not belong to model.path"
         )
+    if cfg.model.replay_routing and not spec.is_moe:
+        raise UserError("model.replay_routing=True: the model has no experts")
     if cfg.model.path:
         folder = Path(cfg.model.path)
         check_tensors(locate_tensors(folder), spec, str(folder))

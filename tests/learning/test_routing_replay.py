@@ -12,6 +12,7 @@ import pytest
 from learning_common import SPEC as DENSE
 from learning_common import random_rows, rewarded, tiny_config
 
+from envace_jax.build import chat_format, checked_spec
 from envace_jax.config import UserError
 from envace_jax.learning import trainer
 from envace_jax.learning.metrics import read_metrics
@@ -26,6 +27,7 @@ from envace_jax.sampling.engine import Engine, EngineConfig, Request, SamplingPa
 from envace_jax.text.transcript import Role
 
 SPEC = dataclasses.replace(DENSE, n_experts=8, n_experts_per_token=2, d_ff_expert=16)
+TOKENIZER = Path(__file__).parents[2] / "data/quickstart/tokenizer"
 SHAPE = (SPEC.n_layers, SPEC.n_experts_per_token)
 CONFIG = UpdateConfig(rows=2, row_tokens=64, capacity=2, replay_routing=True)
 
@@ -176,8 +178,11 @@ def test_a_training_run_replays_and_says_how_much_was_routed_differently(tmp_pat
 
 
 @pytest.mark.quick
-def test_a_model_without_experts_is_refused():
+def test_a_model_without_experts_is_refused(tmp_path):
     with pytest.raises(UserError, match="no experts"):
         Update(DENSE, CONFIG)
+    cfg = tiny_config(tmp_path, **{"model.replay_routing": True, "model.tokenizer": str(TOKENIZER)})
+    with pytest.raises(UserError, match="model.replay_routing=True: the model has no experts"):
+        checked_spec(cfg, chat_format(cfg))
     with pytest.raises(UserError, match="no experts"):
         Engine(init_params(DENSE, jax.random.key(0)), DENSE, EngineConfig(slots=2, record_routing=True))
