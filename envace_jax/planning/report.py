@@ -238,8 +238,12 @@ def make_plan(
         flops *= 2 / 3  # no gradients of the weights themselves
     again = formulas.recompute_flops(spec, work.tokens, work.pairs, work.predictions, cfg.model.remat)
     seconds = {"train compute": (flops + again) / (slice_.size * chip.flops)}
-    moved = sum(c.total for c in update.collectives) if update else _gathered(spec, rules, mesh, microbatches)
-    seconds["train collectives"] = moved / slice_.links
+    if update:
+        seconds["train collectives"] = sum(c.total for c in update.collectives) / slice_.links
+    else:
+        weights, hidden = _moved(cfg, spec, rules, mesh, microbatches)
+        inside = mesh["tensor"] * mesh["expert"] <= slice_.host
+        seconds["train collectives"] = weights / slice_.links + hidden / (chip.links if inside else slice_.links)
     seconds["train"] = max(seconds["train compute"], seconds["train collectives"])
     # A process has one engine, which repeats the same work on chips that its axes leave over.
     samplers = slice_.size / max(slice_.host, rollout_mesh["tensor"] * rollout_mesh["expert"])
@@ -288,11 +292,17 @@ def _prefill_bytes(engine: Any, spec: Qwen3Spec, mesh: Mapping[str, int]) -> flo
     return formulas.prefill_bytes(spec, rows, piece, shapes.lengths[-1], SCORE_BYTES, mesh["tensor"])
 
 
-def _gathered(spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int], microbatches: int) -> float:
-    """Bytes a chip receives in an update, by formula: a microbatch gathers weights twice and scatters gradients."""
+def _moved(
+    cfg: ConfigDict, spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int], microbatches: int
+) -> tuple[float, float]:
+    """Bytes a chip receives in an update, by formula: weights (gathered twice a microbatch, gradients scattered), and
+    hidden states over the tensor and expert axes."""
     n = math.prod(mesh[a] for a in axes_of(rules.embed))
     whole = weights_per_chip(spec, dataclasses.replace(rules, embed=None), mesh)
-    return microbatches * 3 * 2 * whole * (n - 1) / n
+    tokens = cfg.learning.rows_per_microbatch * cfg.learning.row_tokens
+    with_tensor = rules.sequence is not None and rules.sequence == rules.heads
+    exchanged = formulas.exchanged_bytes(spec, tokens, mesh["tensor"], with_tensor, mesh["expert"])
+    return microbatches * 3 * 2 * whole * (n - 1) / n, microbatches * exchanged
 
 
 def gib(n: float) -> str:
@@ -320,7 +330,8 @@ def lines(plan: Plan) -> list[str]:
     if plan.caution:
         out.append(f"CAUTION: {plan.caution}")
     if not plan.compiled:
-        out.append("FROM FORMULAS: no program was compiled; ahead-of-time compilation exists for TPU only")
+        why = "" if chip.kind == "tpu" else "; ahead-of-time compilation exists for TPU only"
+        out.append(f"FROM FORMULAS: no program was compiled{why}")
     out += [
         f"step: {work.rows} ledgers of {work.row} tokens ({work.sampled:.0f} sampled), fill {work.fill:g}: "
         f"{work.tokens / 1e6:.2f}M tokens, {plan.microbatches} microbatches of {plan.rows_per_microbatch} rows",

@@ -111,3 +111,12 @@ def test_activations_by_hand():
     assert whole == 160 + 2 * 1120 + 400 + 600 + weights
     assert formulas.activation_bytes(SPEC, 10, 5, "full", sequence=2) == whole - 80
     assert formulas.activation_bytes(SPEC, 10, 5, "none") == whole + 2 * 1120
+
+
+def test_exchanged_bytes_by_hand():
+    # Ten tokens of 4 numbers, two bytes each: 80. Over two chips half of it, five all-reduces of twice that: 400.
+    assert formulas.exchanged_bytes(SPEC, 10, 1, True, 1) == 0
+    assert formulas.exchanged_bytes(SPEC, 10, 2, False, 1) == 2 * 400
+    assert formulas.exchanged_bytes(SPEC, 10, 2, True, 1) == 2 * (400 + 6 * 40)
+    assert formulas.exchanged_bytes(MOE, 10, 1, False, 4) == 2 * 7 * 3 * 80
+    assert formulas.exchanged_bytes(SPEC, 10, 1, False, 4) == 0

@@ -49,6 +49,8 @@ def test_kept_programs(name, table):
         estimate = assemble(cfg, slice_, name, [])
         for phase, size in plan.phases.items():  # what the formulas say where nothing can be compiled
             assert estimate.phases[phase] == pytest.approx(size, rel=0.1), phase
+        moved = [p.seconds["train collectives"] for p in (estimate, plan)]
+        assert moved[0] == pytest.approx(moved[1], rel=0.4)
 
 
 @pytest.mark.parametrize("size", ["1p7b", "8b", "30b_a3b"])
