@@ -148,7 +148,7 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
     """All lines, model by model; a model is loaded when its first line needs it."""
     yield Cell("rules alone", RULES, SystemConfig(), lambda book: make_system(book, None))
     for label, loop, system in models(args):
-        for name in SYSTEMS:
+        for name in args.systems:
             yield _cell(name, label, SystemConfig(name, loop=loop), args, system)
         if args.ablations:
             for content in ("schema", "evidence", "abstraction"):
@@ -337,6 +337,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--endpoint", default="", help="address of an OpenAI-compatible endpoint")
     parser.add_argument("--model", default="", help="its model")
     parser.add_argument("--api_key_env", default="OPENAI_API_KEY", help="environment variable that holds its key")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--single_shot", action="store_true", help="no tool loop for the endpoint's model")
     parser.add_argument("--ablations", action="store_true", help="the full system with parts taken away, as well")
     parser.add_argument("--rows", type=int, default=60, help="questions an environment")

@@ -35,6 +35,14 @@ def read_bytes(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file."""
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file."""
     return parse(read_bytes(Path(path)), str(path))

@@ -233,14 +233,17 @@ class Results:
         return out
 
 
-def evaluate_system(name: str, system: Harness, rows: Sequence[Row]) -> Results:
-    """Judge-free results of a system on rows."""
+def evaluate_system(name: str, system: Harness, rows: Sequence[Row], judge: Completer | None = None) -> Results:
+    """Results of a system on rows: the scores that need no judge, and with one its grades as ``judge``."""
     answers = predict_rows(system, rows)
     scores = [score_answer(a.text, r.truth) for a, r in zip(answers, rows)]
+    table = {m: [s[m] for s in scores] for m in METRICS}
+    if judge is not None:
+        table["judge"] = judge_rows(judge, rows, answers)
     return Results(
         name,
         rows,
-        {m: [s[m] for s in scores] for m in METRICS},
+        table,
         [a.source for a in answers],
         sum(a.text is None for a in answers),
     )

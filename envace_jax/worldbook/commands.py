@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.traces import read_traces
-from envace_jax.json_files import read_json
+from envace_jax.json_files import read_json, read_text
 from envace_jax.options import number, whole
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.baselines import CONTENT, SYSTEMS, CopyingCompleter, SystemConfig, make_system
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("worldbook")
     again.add_argument("--traces", nargs="+", required=True)
     again.add_argument("--form", default=None)
-    again.add_argument("--floor", type=number(0), default=FAST_PATH_CONFIDENCE, help="confidence from which rules act")
+    again.add_argument("--floor", type=number(0, 1), default=FAST_PATH_CONFIDENCE, help="confidence of rules that act")
     again.add_argument("--no_state", action="store_true", help="without the explicit initial states")
     again.add_argument("--promote", default="", help="write a validated worldbook there if all cases pass")
 
@@ -82,14 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     versus.add_argument("--rows", default="", help="or rows in the AgentWorldBench format")
     versus.add_argument("--form", default=None)
     versus.add_argument(
-        "--systems", nargs="+", default=["rules", *SYSTEMS], help="rules alone, or systems with a model"
+        "--systems",
+        nargs="+",
+        default=["rules", *SYSTEMS],
+        choices=["rules", *SYSTEMS],
+        help="rules alone, or systems with a model",
     )
     versus.add_argument(
         "--metric",
         nargs="+",
         default=["json_equal", "outcome"],
-        help="scores to show: answered, exact, normalised, json_equal, leaf_f1, word_f1, outcome",
+        choices=("answered", "exact", "normalised", "json_equal", "leaf_f1", "word_f1", "outcome"),
+        help="scores to show",
     )
+    versus.add_argument("--judge", default="", metavar="URL", help="endpoint of a judge that grades answers")
+    versus.add_argument("--judge_model", default="", help="its model")
     versus.add_argument("--limit", type=whole(0), default=0, help="at most so many rows, spread over all (0: all)")
     versus.add_argument("--content", default="full", choices=sorted(CONTENT), help="ablation: tier of the worldbook")
     versus.add_argument("--single_shot", action="store_true", help="ablation: no tool loop")
@@ -155,7 +163,7 @@ def run_worldbook_build(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists():
         raise UserError(f"--out {out}: exists already: choose a new folder, a worldbook is never changed in place")
-    domain = Path(args.domain).read_text(encoding="utf-8") if args.domain else ""
+    domain = read_text(Path(args.domain)) if args.domain else ""
     config = BuildConfig(
         folds=args.folds,
         symbolic=not args.no_symbolic,
@@ -310,6 +318,11 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
             f"{len(leaks)} of {len(rows)} rows are known to the worldbook, {leaks[0]['row']} ({leaks[0]['kind']}) first"
         )
     model = _compared_model(args)
+    judge = None
+    if args.judge:
+        from envace_jax.endpoint import Endpoint, EndpointSettings
+
+        judge = EndpointCompleter(Endpoint(EndpointSettings(args.judge, args.judge_model, args.api_key_env)))
     label = getattr(model, "name", "") or args.model or ("script" if args.script else "no model")
     results = []
     for name in args.systems:
@@ -321,16 +334,17 @@ def run_worldbook_compare(args: argparse.Namespace) -> int:
             config = SystemConfig(name, args.content, not args.single_shot, not args.no_state)
             title = f"{name} ({label})"
             system = make_system(book, model, config) if hasattr(model, "complete") else model.system(book, config)
-        results.append(evaluation.evaluate_system(title, system, rows))
+        results.append(evaluation.evaluate_system(title, system, rows, judge))
         print(f"{title}: {len(rows) - results[-1].failed} of {len(rows)} rows answered", flush=True)
-    for metric in args.metric:
+    for metric in [*args.metric, *(["judge"] if judge is not None else [])]:
         print("\n" + evaluation.results_table(results, metric, args.resamples))
     if args.out:
         with Path(args.out).open("w", encoding="utf-8") as file:
             for result in results:
                 for i, row in enumerate(rows):
                     line = {"system": result.system, "row": row.id, "trajectory": row.trajectory,
-                            "source": result.sources[i], **{m: v[i] for m, v in result.scores.items()}}  # fmt: skip
+                            "source": result.sources[i],
+                            **{m: None if math.isnan(v[i]) else v[i] for m, v in result.scores.items()}}  # fmt: skip
                     file.write(canonical_json(line) + "\n")
     return 0
 

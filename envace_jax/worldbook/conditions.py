@@ -238,5 +238,3 @@ _COMPARE: dict[str, Callable[[Any, Any], Truth]] = {
     "type": _is_kind,
     "in": lambda a, b: _contains(b, a),
 }
-
-

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from envace_jax.worldbook.conditions import compile_condition
 from envace_jax.worldbook.effects import EffectRunner, carry_out
 from envace_jax.worldbook.ingest import observation_value
 from envace_jax.worldbook.matching import implied_facts, match
 from envace_jax.worldbook.notation import TermError
 from envace_jax.worldbook.records import FAST_PATH_CONFIDENCE, StateMutation
-from envace_jax.worldbook.rulebook import ActionRules, Choice, CompiledRule, normal_effect
+from envace_jax.worldbook.rulebook import ActionRules, Choice, CompiledRule, compile_invariant, normal_effect
 from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, State, StateError, freeze
 from envace_jax.worldbook.store import Worldbook
 from envace_jax.worldbook.terms import Scope
@@ -111,7 +110,7 @@ class Harness:
         floor = self.config.fast_path
         self._fast = worldbook.compiled(floor) if self.config.use_rules else {}
         self._all: dict[str, ActionRules] = worldbook.compiled(0.0) if self.config.use_rules else {}
-        self._invariants = [(i, compile_condition(i.condition)) for i in worldbook.invariants]
+        self._invariants = [(i, compile_invariant(i)) for i in worldbook.invariants]
         self._names = worldbook.canonical_names
 
     # --- one step, many sessions

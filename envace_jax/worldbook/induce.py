@@ -21,7 +21,7 @@ from envace_jax.worldbook.compile import Claims
 from envace_jax.worldbook.completer import CallLog, in_parallel
 from envace_jax.worldbook.ingest import Transition
 from envace_jax.worldbook.notation import format_path, parse_path
-from envace_jax.worldbook.rulebook import check_rule
+from envace_jax.worldbook.rulebook import check_rule, compile_invariant
 from envace_jax.worldbook.symbolic import is_failure
 
 T = TypeVar("T")
@@ -371,10 +371,13 @@ def _decode_rules(
         rules.append(rule)
     invariants = []
     for i, entry in enumerate(data.get("invariants") or ()):
+        if not isinstance(entry, dict):
+            raise R.RecordError(f"invariants[{i}]: expected an object")
         entry = dict(entry)
         sources = _cited(entry.pop("evidence", ()), known)
         entry.pop("id", None)
         invariant = R.from_json(R.Invariant, {"id": "new", **entry}, f"invariants[{i}]")
+        compile_invariant(invariant)
         invariants.append(replace(invariant, id=R.short_id("inv", entry), provenance=sources))
     return rules, invariants
 

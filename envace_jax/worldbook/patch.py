@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from envace_jax.config import UserError
 from envace_jax.json_files import read_json
 from envace_jax.worldbook import records as R
-from envace_jax.worldbook.rulebook import check_rule
+from envace_jax.worldbook.rulebook import check_field, check_rule, compile_invariant
 from envace_jax.worldbook.store import Worldbook
 
 _KINDS: dict[str, tuple[str, Any, str]] = {
@@ -20,6 +21,12 @@ _KINDS: dict[str, tuple[str, Any, str]] = {
     "contract": ("contracts", R.RenderContract, "id"),
     "action": ("actions", R.ActionSpec, "name"),
     "field": ("state_fields", R.StateField, "path"),
+}
+
+_CHECKS: dict[Any, Callable[[Any], Any]] = {
+    R.TransitionRule: check_rule,
+    R.Invariant: compile_invariant,
+    R.StateField: check_field,
 }
 
 
@@ -61,8 +68,8 @@ def apply_patch(book: Worldbook, patch: dict[str, Any]) -> Worldbook:
         name = getattr(value, key)
         if (name in table) != (op == "replace"):
             raise UserError(f"{where}: {edit['kind']} {name!r} is {'there already' if op == 'add' else 'not there'}")
-        if cls is R.TransitionRule:
-            check_rule(value)
+        if cls in _CHECKS:
+            _CHECKS[cls](value)
         table[name] = value
     changed: dict[str, Any] = {attribute: tuple(table.values()) for attribute, table in fields.items()}
     return replace(book, **changed, status="authored", parent=book.digest)

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from envace_jax.text.transcript import result_text
-from envace_jax.worldbook.conditions import compile_condition
+from envace_jax.worldbook.conditions import Test, compile_condition
 from envace_jax.worldbook.effects import EffectRunner
 from envace_jax.worldbook.notation import operand, parse_path, template_term
-from envace_jax.worldbook.records import RecordError, StateMutation, TransitionRule, digest
-from envace_jax.worldbook.state import ABSENT, UNKNOWN, StateError, thaw
+from envace_jax.worldbook.records import Invariant, RecordError, StateField, StateMutation, TransitionRule, digest
+from envace_jax.worldbook.state import ABSENT, NAMESPACES, UNKNOWN, StateError, thaw
 from envace_jax.worldbook.terms import Scope, TermError, compile_term
 
 _UNSET = object()
@@ -190,6 +190,24 @@ def compile_rules(rules: Iterable[TransitionRule]) -> dict[str, ActionRules]:
         check_rule(rule)
         grouped.setdefault(rule.action_type, []).append(rule)
     return {name: ActionRules(members) for name, members in grouped.items()}
+
+
+def compile_invariant(invariant: Invariant) -> Test:
+    """The condition of an invariant, made runnable; `RecordError` names one that is not well formed."""
+    try:
+        return compile_condition(invariant.condition)
+    except (TermError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecordError(f"invariant {invariant.id}: {error}") from None
+
+
+def check_field(field: StateField) -> None:
+    """Raise `RecordError` naming the field unless its path is one of a state."""
+    try:
+        parse_path(field.path)
+    except (TermError, StateError, ValueError) as error:
+        raise RecordError(f"field {field.path[:80]!r}: {error}") from None
+    if field.visibility not in NAMESPACES:
+        raise RecordError(f"field {field.path[:80]!r}: expected a path that begins with one of {', '.join(NAMESPACES)}")
 
 
 def check_rule(rule: TransitionRule) -> None:

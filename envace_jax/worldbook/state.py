@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from envace_jax.config import UserError
+
 NAMESPACES = ("world", "session", "surface", "epistemic")
 MAX_DEPTH = 64
 
@@ -47,7 +49,7 @@ UNKNOWN = _Mark("UNKNOWN")
 _MISSING = _Mark("_MISSING")
 
 
-class StateError(ValueError):
+class StateError(UserError, ValueError):
     """A path or a value that no state can hold."""
 
 
@@ -313,12 +315,13 @@ def state_from_json(value: Mapping[str, Any], *, complete: bool = True) -> State
     """A state from an explicit description.
 
     Args:
-        value: either the four namespaces, or (none of them at the top) the content of ``world``.
+        value: the four namespaces (or some), each an object; anything else is the content of ``world``.
         complete: the description is exhaustive: what it does not name is absent, not unknown.
     """
     if not isinstance(value, Mapping):
         raise StateError(f"initial state: expected an object, found {type(value).__name__}")
-    if not value or not set(value) <= set(NAMESPACES):
+    named = value and all(k in NAMESPACES and isinstance(v, Mapping) for k, v in value.items())
+    if not named:
         value = {"world": dict(value)}
     root: dict[Segment, Any] = {
         n: freeze(dict(value[n]), closed=complete) if n in value else PMap() for n in NAMESPACES

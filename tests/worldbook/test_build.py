@@ -217,12 +217,15 @@ def test_patches_make_new_versions_that_diff_readably(small_bank_book: Worldbook
         and f"- {small_bank_book.candidates[1].id}" in text
     )
     assert diff_worldbooks(new, new) == "no difference"
+    invariant = {"id": "i", "description": "d"}
     malformed = {"id": "r", "action_type": "x", "conditions": [{"left": 1}]}
     for edit in (
         {"op": "add", "kind": "candidate", "value": R.to_json(rule)},
         {"op": "remove", "kind": "note", "id": "no"},
         {"op": "add", "kind": "rule", "value": malformed},
         {"op": "add", "kind": "note", "value": {**note, "path": "../../x"}},
+        {"op": "add", "kind": "field", "value": {"path": "elsewhere.x"}},
+        {"op": "add", "kind": "invariant", "value": {**invariant, "condition": {"left": {"$nope": 1}}}},
     ):
         with pytest.raises(UserError):
             apply_patch(small_bank_book, {"base": small_bank_book.digest, "edits": [edit]})
@@ -307,3 +310,15 @@ def test_template_text_in_a_rule_is_inserted_as_data() -> None:
     )
     scope = Scope(state_from_json({"secret": {"__class__": "s"}}).root, freeze({"text": "{state.world.secret}"}))
     assert compile_rules([rule])["echo"].choose(scope).text == "{state.world.secret} {0.__class__} s"
+
+
+@pytest.mark.quick
+def test_a_model_s_malformed_invariants_are_repaired_and_a_stored_one_is_named() -> None:
+    from envace_jax.worldbook.harness import Harness
+    from envace_jax.worldbook.induce import _decode_rules
+
+    for bad in (3, {"description": "d", "condition": {"left": {"$nope": 1}}}, {"description": "d", "condition": []}):
+        with pytest.raises(R.RecordError, match="invariant"):
+            _decode_rules("pay", {"rules": [], "invariants": [bad]}, {})
+    with pytest.raises(R.RecordError, match="invariant i-7"):
+        Harness(Worldbook(invariants=(R.Invariant("i-7", "d", {"left": {"$nope": 1}}),)))

@@ -218,6 +218,11 @@ def test_five_systems_in_one_table_with_intervals(desk_book: Worldbook) -> None:
         )
     table = results_table(results, "json_equal", resamples=500)
     assert table.count("\n") == 6 and "95% interval" in table
+    judge = ScriptedCompleter(script={"answers": [{"contains": [], "texts": [grade(quality=1)]}]})
+    graded = evaluate_system(
+        "direct", make_system(desk_book, CopyingCompleter(), SystemConfig("direct")), rows[:4], judge
+    )
+    assert graded.scores["judge"] == [80.0] * 4 and "80.000" in results_table([graded], "judge", resamples=50)
     by_name = dict(zip(SYSTEMS, results))
     gain = difference(by_name["full"], by_name["direct"], "json_equal", resamples=500)
     assert gain["low"] > 0.5 and gain["rows"] == len(rows)

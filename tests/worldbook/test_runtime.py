@@ -33,7 +33,7 @@ from envace_jax.worldbook.harness import Harness, HarnessConfig, Prediction
 from envace_jax.worldbook.retrieve import Retriever
 from envace_jax.worldbook.service import WorldbookEnvironment, WorldbookService, simulate
 from envace_jax.worldbook.state import ABSENT, UNKNOWN
-from envace_jax.worldbook.store import Worldbook
+from envace_jax.worldbook.store import Worldbook, save_worldbook
 from envace_jax.worldbook.workspace import open_session
 
 CANCEL = R.TransitionRule(
@@ -364,3 +364,31 @@ def test_a_task_opens_its_own_group() -> None:
     environment = WorldbookEnvironment(Harness(BOOK))
     environment.reset(task)
     assert environment.session.group == task_group(task)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["simulate", "BOOK", "--state", "LIST"], "expected an object"),
+        (["replay", "BOOK", "--traces", "T", "--floor", "7"], "from 0 to 1"),
+        (["compare", "BOOK", "--traces", "T", "--metric", "beauty"], "invalid choice"),
+        (["compare", "BOOK", "--traces", "T", "--systems", "oracle"], "invalid choice"),
+        (["build", "--traces", "T", "--out", "new", "--domain", "BYTES"], "not UTF-8"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_in_one_line(
+    more: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from envace_jax import cli
+
+    save_worldbook(BOOK, tmp_path / "wb")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "bytes").write_bytes(b"\xff\xa4")
+    files = {"BOOK": str(tmp_path / "wb"), "LIST": str(tmp_path / "list.json"), "BYTES": str(tmp_path / "bytes")}
+    try:
+        status = cli.main(["worldbook", *(files.get(m, m) for m in more)])
+    except SystemExit as stop:
+        status = stop.code
+    err = capsys.readouterr().err
+    assert status == 2 and says in err and "Traceback" not in err

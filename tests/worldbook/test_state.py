@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envace_jax.config import UserError
 from envace_jax.worldbook.conditions import compile_condition
 from envace_jax.worldbook.notation import TermError, format_path, parse_path, template_term
 from envace_jax.worldbook.state import (
@@ -167,6 +168,17 @@ def test_operations_and_their_journal() -> None:
         state.apply("create", ("world", "n"), 1)
     with pytest.raises(StateError):
         state.apply("set", ("world", "n", "deeper"), 1)
+
+
+@pytest.mark.quick
+def test_a_world_may_use_the_names_of_namespaces() -> None:
+    """Only objects under the four names are the namespaces; a world that has such a key of its own is a world."""
+    assert thaw(state_from_json({"session": "abc"}).get(("world", "session"))) == "abc"
+    assert thaw(state_from_json({"session": {"cwd": "/"}}).get(("session", "cwd"))) == "/"
+    assert state_from_json({"world": {"a": 1}, "session": {}}).get(("world", "a")) == 1
+    assert thaw(state_from_json({"world": {"a": 1}, "orders": {}}).get(("world", "world", "a"))) == 1
+    with pytest.raises(UserError, match="expected an object"):
+        state_from_json([1])  # type: ignore[arg-type]
 
 
 def test_scheduled_effects_come_due() -> None:
