@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -26,6 +27,8 @@ from envace_jax.text.chat import ChatFormat
 
 __all__ = [
     "chat_format",
+    "cache_bytes",
+    "check_cache",
     "checked_spec",
     "engine_config",
     "forward_options",
@@ -39,6 +42,8 @@ __all__ = [
     "rules_for",
     "tokenizer_folder",
 ]
+
+CPU_COPIES = 1.7  # XLA on CPU holds most of a loop's cache twice: measured, 20.9 GB for a cache of 12.2 GiB
 
 
 def mesh_for(cfg: ConfigDict) -> jax.sharding.Mesh | None:
@@ -138,6 +143,42 @@ def longest_row(cfg: ConfigDict) -> int:
     return r.max_input_tokens + max(r.max_act_tokens, r.max_rehearse_tokens)
 
 
+def cache_bytes(cfg: ConfigDict, spec: Qwen3Spec) -> float:
+    """Bytes of keys and values of every lane and shelf row: 2 * layers * rows * tokens * KV heads * head size."""
+    rows = cfg.rollout.slots + max(cfg.rollout.slots, cfg.rollout.live_episodes)
+    size = jnp.dtype(cfg.model.dtype).itemsize
+    return 2.0 * spec.n_layers * rows * longest_row(cfg) * spec.n_kv_heads * spec.head_dim * size
+
+
+def free_bytes(devices: Sequence[jax.Device]) -> float | None:
+    """Free memory of the fullest of these devices, of the host where they are its own; None where nobody tells."""
+    if devices[0].platform != "cpu":
+        stats = [d.memory_stats() or {} for d in devices]
+        free = [s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats if "bytes_limit" in s]
+        return float(min(free)) if free else None
+    try:
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return float(line.split()[1]) * 1024 / len(devices)
+
+
+def check_cache(cfg: ConfigDict, spec: Qwen3Spec, mesh: jax.sharding.Mesh | None) -> None:
+    """Raises `UserError` where an engine's cache would be larger than the memory that is free: a host would kill the
+    process without a word."""
+    devices = list(mesh.local_devices) if mesh is not None else jax.local_devices()[:1]
+    need = cache_bytes(cfg, spec) / (mesh.shape["tensor"] if mesh is not None else 1)
+    if devices[0].platform == "cpu":
+        need *= CPU_COPIES
+    free = free_bytes(devices)
+    if free is not None and need > free:
+        raise UserError(
+            f"rollout.slots={cfg.rollout.slots}: keys and values of rows of {longest_row(cfg)} tokens take about "
+            f"{need / 2**30:.1f} GiB a device, {free / 2**30:.1f} GiB are free: lower rollout.max_input_tokens (with "
+            "max_act_tokens and max_rehearse_tokens), rollout.slots or rollout.live_episodes"
+        )
+
+
 def engine_config(cfg: ConfigDict) -> EngineConfig:
     """Sizes of the rollout engine."""
     r = cfg.rollout
@@ -158,7 +199,8 @@ def make_engine(
     rules: Rules = Rules(),
     mesh: jax.sharding.Mesh | None = None,
 ) -> Engine:
-    """A rollout engine over `params`, seeded by the run."""
+    """A rollout engine over `params`, seeded by the run; raises `UserError` where its cache has no room."""
+    check_cache(cfg, spec, mesh)
     return Engine(params, spec, engine_config(cfg), seed=cfg.seed, options=forward_options(cfg, rules), mesh=mesh)
 
 

@@ -278,6 +278,9 @@ def _run_dir(v: Mapping[str, Any]) -> Iterator[str]:
 def _cm2(v: Mapping[str, Any]) -> Iterator[str]:
     if "cm2" in v["data.source"].split("+") and not v["data.path"]:
         yield "data.path='': data.source=cm2 needs the CM2 file (JSON, JSONL or parquet)"
+    for key in ("data.path", "data.eval_path"):
+        if v[key] and "cm2" not in v["data.source"].split("+"):
+            yield f"{key}='{v[key]}': data.source={v['data.source']} does not read it (data.source=cm2 does)"
 
 
 def _worldbook(v: Mapping[str, Any]) -> Iterator[str]:
@@ -337,7 +340,7 @@ def _row_tokens(v: Mapping[str, Any]) -> Iterator[str]:
 LIMITS = ("rollout.max_input_tokens", "rollout.max_act_tokens", "rollout.max_rehearse_tokens")
 RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[str]]], ...] = (
     (("run_dir",), _run_dir),
-    (("data.source", "data.path"), _cm2),
+    (("data.source", "data.path", "data.eval_path"), _cm2),
     (("rollout.grounding", "rollout.worldbook"), _worldbook),
     (("rewards.contradiction_penalty", "rollout.worldbook"), _contradictions),
     (("rollout.control", *DEVICE_CONTROL), _device_control),

@@ -9,4 +9,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="$(main_python)"
 make_venv .venv "$python"
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
-exec .venv/bin/python -m envace_jax train --config configs/quickstart.py "$@"
+.venv/bin/python -m envace_jax train --config configs/quickstart.py "$@"
+cat <<'END'
+
+next: . .venv/bin/activate
+  python -m envace_jax show 0 --config configs/quickstart.py                      one task as the policy sees it
+  python -m envace_jax export runs/quickstart models/quickstart                   the trained policy as a folder
+  python -m envace_jax evaluate quickstart --config configs/quickstart.py \
+    --config.model.path=models/quickstart --config.run_dir=runs/measured          measured again
+  python -m envace_jax chat --config configs/quickstart.py --config.model.path=models/quickstart
+END

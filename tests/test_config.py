@@ -79,6 +79,14 @@ def test_missing_files_show_beside_wrong_values() -> None:
     assert {p.partition("=")[0] for p in problems(cfg)} == {"model.path", "learning.lr", "rollout.worldbook"}
 
 
+def test_data_that_no_source_reads_is_refused() -> None:
+    cfg = default_config()
+    cfg.data.path, cfg.data.eval_path = "data/cm2/example.jsonl", "data/README.md"
+    assert [p.partition("=")[0] for p in problems(cfg)] == ["data.path", "data.eval_path"]
+    cfg.data.source = "quickstart+cm2"
+    assert not problems(cfg)
+
+
 @pytest.mark.parametrize("key", CHECKS)
 def test_every_checked_key_refuses_nonsense_and_is_named(key: str) -> None:
     cfg = default_config()

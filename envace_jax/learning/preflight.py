@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from envace_jax.build import chat_format, checked_spec, judge_config, mesh_for
+from envace_jax.build import chat_format, check_cache, checked_spec, judge_config, longest_row, mesh_for
 from envace_jax.config import UserError
 from envace_jax.datasets.pipeline import TaskIterator, task_iterator
 from envace_jax.datasets.records import Task
@@ -82,10 +82,18 @@ def preflight(
     chat = chat_format(cfg)
     train = within_limit(train, chat, cfg.data.max_head_tokens, "training", say)
     held_out = within_limit(held_out, chat, cfg.data.max_head_tokens, "held-out", say)
+    e = cfg.evaluation
+    if rollouts and not held_out and (e.at_start or e.at_end or e.every):
+        say("there are no held-out tasks, so nothing is evaluated (data.eval_path gives some)")
     with part():
         found["mesh"] = mesh_for(cfg)
     with part():
         found["spec"] = checked_spec(cfg, chat)
+    if rollouts and (spec := found.get("spec")) is not None:
+        with part():
+            check_cache(cfg, spec, found.get("mesh"))
+        if longest_row(cfg) > spec.max_positions:
+            say(f"rows may reach {longest_row(cfg)} tokens, the model was made for {spec.max_positions} positions")
     with part():
         found["grounding"] = make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook)
     if rollouts:

@@ -30,6 +30,7 @@ T = TypeVar("T", dict[str, Any], list[Any])
 # What may differ when a run is taken up again: it changes how long and how closely watched a run is, not its results.
 FREE = ("run_dir", "overwrite", "dry_run", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
     "profile_steps",
+    "learning.require_checks",
     "rewards.max_no_verdict_share",
     *(  # how a judge or simulator is reached, not what is asked of it
         f"{section}.{name}"

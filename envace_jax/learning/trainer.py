@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
 from envace_jax.distributed import processes
+from envace_jax.json_files import read_json
 from envace_jax.learning.advantage import (
     Credit,
     duplicate_outputs,
@@ -31,6 +33,8 @@ from envace_jax.learning.advantage import (
     role_advantages,
 )
 from envace_jax.learning.arms import Arm
+from envace_jax.learning.bucket import checkpoint_place
+from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.interrupts import Preempted
 from envace_jax.learning.looking import memory, peak_flops, profiled, profiling, utilisation
 from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
@@ -62,45 +66,72 @@ def run_train(cfg: ConfigDict, args: argparse.Namespace | None = None) -> int:
         return run_dry(cfg)
     steps = profiled(cfg.profile_steps)
     team = processes(cfg.mesh.hang_timeout)
-    with shared_run_dir(cfg, team) as folder, prepare(cfg, folder, team) as run, run.interrupts:
-        try:
-            if cfg.evaluation.at_start and not run.measured:
-                run.sink.write(0, evaluate(run, "before training"))
-                run.measured = True
-                run.mark()
-            while run.step < cfg.learning.steps or run.pending is not None:
-                with profiling(steps, run.step + 1, folder):
-                    metrics = train_step(run) if run.pending is None else run.pending
-                if evaluation_due(run):
-                    if run.pending is None:
-                        run.pending = dict(metrics)
-                        run.mark()
-                        run.interrupts.let()
-                    metrics |= evaluate(run, f"after step {run.step}")
-                    run.interrupts.hold()
-                run.sink.write(run.step, metrics)
-                run.pending, run.score = None, metrics.get(cfg.checkpoint.best)
-                run.mark()
-                if run.step == cfg.learning.steps or run.step % cfg.checkpoint.every == 0:
-                    run.save()
-                report(run, metrics)
-                run.interrupts.let()
-        except KeyboardInterrupt as interrupt:
-            agree_to_stop(run.processes, run.interrupts, interrupt)
-            run.display.say(f"interrupted: saving step {run.step}; the same command goes on from there")
-            run.save()
-            run.settle()
-            if isinstance(interrupt, Preempted):
-                return PREEMPTED
-            raise
+    with shared_run_dir(cfg, team) as folder:
+        if team.alone and (status := finished_before(cfg, folder)) is not None:
+            return status
+        with prepare(cfg, folder, team) as run, run.interrupts:
+            return train(run, steps)
+
+
+def finished_before(cfg: ConfigDict, folder: Path) -> int | None:
+    """Says again what a finished run said, loading nothing; its exit status, or None where there is work left."""
+    if not (folder / "summary.json").exists():
+        return None
+    told = read_json(folder / "summary.json")
+    checkpoints = Checkpoints(checkpoint_place(cfg, folder), say=lambda _: None)
+    if not cfg.learning.steps == told["steps"] == checkpoints.latest():
+        return None
+    for line in told["lines"]:
+        print(line)
+    print(
+        f"this run was finished before: learning.steps={told['steps']} are done; a larger number goes on, "
+        "--config.overwrite=true begins anew"
+    )
+    return 1 if cfg.learning.require_checks and any(line.startswith("check FAILED") for line in told["lines"]) else 0
+
+
+def train(run: Run, steps: range) -> int:
+    """Steps, evaluations and checkpoints until `learning.steps` are done; returns the exit status."""
+    cfg, folder = run.cfg, run.folder
+    try:
+        if cfg.evaluation.at_start and run.held_out and not run.measured:
+            run.sink.write(0, evaluate(run, "before training"))
+            run.measured = True
+            run.mark()
+        while run.step < cfg.learning.steps or run.pending is not None:
+            with profiling(steps, run.step + 1, folder):
+                metrics = train_step(run) if run.pending is None else run.pending
+            if evaluation_due(run):
+                if run.pending is None:
+                    run.pending = dict(metrics)
+                    run.mark()
+                    run.interrupts.let()
+                metrics |= evaluate(run, f"after step {run.step}")
+                run.interrupts.hold()
+            run.sink.write(run.step, metrics)
+            run.pending, run.score = None, metrics.get(cfg.checkpoint.best)
+            run.mark()
+            if run.step == cfg.learning.steps or run.step % cfg.checkpoint.every == 0:
+                run.save()
+            report(run, metrics)
+            run.interrupts.let()
+    except KeyboardInterrupt as interrupt:
+        agree_to_stop(run.processes, run.interrupts, interrupt)
+        run.display.say(f"interrupted: saving step {run.step}; the same command goes on from there")
+        run.save()
         run.settle()
-        return finish(run)
+        if isinstance(interrupt, Preempted):
+            return PREEMPTED
+        raise
+    run.settle()
+    return finish(run)
 
 
 def evaluation_due(run: Run) -> bool:
     """Whether the step that is done is one whose policy is measured."""
     e = run.cfg.evaluation
-    return bool(e.every and run.step % e.every == 0) or (e.at_end and run.step == run.cfg.learning.steps)
+    due = bool(e.every and run.step % e.every == 0) or (e.at_end and run.step == run.cfg.learning.steps)
+    return due and bool(run.held_out)
 
 
 def train_step(run: Run) -> Metrics:
@@ -393,6 +424,8 @@ def finish(run: Run) -> int:
     write_json(run.folder / "summary.json", {"steps": run.step, "lines": lines})
     for line in lines + [f"plot: {picture}" for picture in pictures]:
         print(line)
+    if failed and not run.cfg.learning.require_checks:
+        print(f"{len(failed)} of the checks failed; learning.require_checks=true makes that an error")
     if not (failed and run.cfg.learning.require_checks):
         return 0
     print(f"error: {len(failed)} of the run's checks failed (above): {'; '.join(failed)}", file=sys.stderr)

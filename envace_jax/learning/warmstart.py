@@ -236,11 +236,14 @@ def run_warmstart(cfg: ConfigDict, args: argparse.Namespace | None = None) -> in
     from envace_jax.text.build import tokenizer_folder
 
     if cfg.warmstart.steps < 1:
-        raise UserError("warmstart.steps=0: expected the number of steps to train")
+        raise UserError("warmstart.steps=0: expected the number of steps to train, --config.warmstart.steps=200 say")
     if cfg.dry_run:
         from envace_jax.report.dry_run import run_dry
 
         return run_dry(cfg, rollouts=False)
+    out = Path(cfg.run_dir) / "model"
+    if out.exists() and not cfg.overwrite:
+        raise UserError(f"{out}: is there already; give another run_dir, or --config.overwrite=true")
     with open_run_dir(cfg) as folder:
         display = Display(cfg.warmstart.steps, enabled=False)
         train, _ = load_tasks(cfg.data)
@@ -249,7 +252,6 @@ def run_warmstart(cfg: ConfigDict, args: argparse.Namespace | None = None) -> in
         sink = Sink(folder, tensorboard=cfg.metrics.tensorboard)
         params = warm_start(cfg, train, chat, spec, params, mesh, display, sink)
         sink.close()
-        out = folder / "model"
         save_params(
             out,
             params,

@@ -73,7 +73,10 @@ def parse_slice(text: str) -> Slice:
     """Reads `v5p:2x2x4`; raises `UserError` saying what was expected."""
     name, _, shape = text.partition(":")
     if name not in CHIPS:
-        raise UserError(f"plan.topology='{text}': chip '{name}' is unknown; expected one of {', '.join(CHIPS)}")
+        raise UserError(
+            f"plan.topology='{text}': chip '{name}' is unknown; expected a slice (v5p:2x2x1, h100:8) of one of "
+            f"{', '.join(CHIPS)}"
+        )
     sizes = tuple(int(n) for n in shape.split("x") if n.isdigit())
     if not sizes or min(sizes) < 1 or "x".join(map(str, sizes)) != shape:
         raise UserError(f"plan.topology='{text}': expected CHIP:SIZES such as v5p:2x2x4, v5e:4x8 or h100:8")

@@ -94,6 +94,9 @@ def template(cfg: ConfigDict) -> Iterator[Finding]:
     from envace_jax.text.build import chat_format, tokenizer_folder
     from envace_jax.text.check import template_findings
 
+    if not (cfg.model.path or cfg.model.tokenizer):
+        yield Finding("tokenizer", "none configured (model.path or model.tokenizer)")
+        return
     for name, text, ok in template_findings(chat_format(cfg), tokenizer_folder(cfg)):
         yield Finding(name, text, ok)
 
@@ -103,6 +106,8 @@ def model(cfg: ConfigDict) -> Iterator[Finding]:
     from envace_jax.build import checked_spec
     from envace_jax.text.build import chat_format
 
+    if not (cfg.model.path or cfg.model.tokenizer):
+        return
     spec = checked_spec(cfg, chat_format(cfg))
     where = f"{cfg.model.path}: every tensor in its place" if cfg.model.path else f"random, of size '{cfg.model.size}'"
     yield Finding("model", f"{where}, {spec.n_params():,} parameters", True)

@@ -17,7 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from envace_jax.build import longest_row
+from envace_jax.build import cache_bytes, longest_row
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
 from envace_jax.distributed import Processes
@@ -66,15 +66,14 @@ def memory_estimate(spec: Qwen3Spec, cfg: ConfigDict) -> dict[str, float]:
     """Bytes over all devices, by what they hold.
 
     Master weights, two moments and gradients are float32 (16 bytes a parameter), the sampler's copy and the
-    reference are in the compute dtype; the KV cache is 2 * layers * rows * tokens * KV heads * head size.
+    reference are in the compute dtype.
     """
     n, size = spec.n_params(), np.dtype(np.float32).itemsize if cfg.model.dtype == "float32" else 2
-    kv_rows = cfg.rollout.slots + max(cfg.rollout.slots, cfg.rollout.live_episodes)
     return {
         "weights, moments, gradients": 16.0 * n,
         "compute copy": float(size * n),
         "reference": float(size * n) if cfg.learning.kl_coef else 0.0,
-        "KV cache": 2.0 * spec.n_layers * kv_rows * longest_row(cfg) * spec.n_kv_heads * spec.head_dim * size,
+        "KV cache": cache_bytes(cfg, spec),
         "log-probability chunk": 3.0 * 4 * cfg.learning.logprob_chunk * spec.vocab_size,
     }
 

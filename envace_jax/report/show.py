@@ -33,7 +33,7 @@ from envace_jax.text.tokenizer import Tokenizer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", help="a task's uuid, or its number in the training split (from 0)")
     parser.add_argument("--held_out", action="store_true", help="number in the held-out split")
-    parser.add_argument("--trajectories", type=Path, metavar="FILE", help="show what a run sampled (JSON lines)")
+    parser.add_argument("--trajectories", type=Path, metavar="FILE", help="show what a run sampled (file or folder)")
     parser.add_argument("--member", type=whole(0), default=0, help="which trajectory of the group")
     parser.add_argument("--step", type=whole(0), help="of which training step, from 0 (default: the task's last)")
     parser.add_argument("--tokens", action="store_true", help="the table of every token (else the text of each row)")
@@ -106,6 +106,9 @@ def run_show(cfg: ConfigDict, args: argparse.Namespace) -> None:
             console.print(token_table(chat.tokenizer, shown, row, advantages[row] if advantages else None))
         else:
             console.print(row_text(chat.tokenizer, shown, row))
+    if not args.trajectories:
+        console.print("a demonstration: the task's own dialogue. --trajectories FILE shows what a run sampled")
+        return
     reward = "none" if shown.reward is None else f"{shown.reward:.3f}"
     console.print(f"end: {shown.end_reason}; reward: {reward}; advantages: {dealt(shown, advantages)}")
 
@@ -113,18 +116,27 @@ def run_show(cfg: ConfigDict, args: argparse.Namespace) -> None:
 def recorded(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Trajectory, list[Sequence[float] | None]]:
     """The trajectory that is asked for, and what each token of its rows was paid: by the step's whole batch, as the
     trainer pays it."""
+    path = args.trajectories / "trajectories.jsonl" if args.trajectories.is_dir() else args.trajectories
+    name = args.task
+    if name.isdecimal():
+        train, held_out = load_tasks(cfg.data)
+        name = find_task(held_out if args.held_out else train, name).uuid
     steps: dict[int | None, list[Trajectory]] = {}
-    for step, trajectory in read_steps(args.trajectories):
+    for step, trajectory in read_steps(path):
         steps.setdefault(step, []).append(trajectory)
     found = [
         (step, i)
         for step, batch in steps.items()
         for i, t in enumerate(batch)
-        if t.task_id == args.task and t.member == args.member and args.step in (None, step)
+        if t.task_id == name and t.member == args.member and args.step in (None, step)
     ]
     if not found:
         when = "" if args.step is None else f", step {args.step}"
-        raise UserError(f"{args.trajectories}: no trajectory of task '{args.task}', member {args.member}{when}")
+        there = list(dict.fromkeys(t.task_id for batch in steps.values() for t in batch))
+        raise UserError(
+            f"{path}: no trajectory of task '{name}', member {args.member}{when}; there are {len(there)} tasks "
+            f"({', '.join(there[:3])}…)"
+        )
     step, place = found[-1]
     batch = steps[step]
     credits, copies, _ = credit(cfg, make_arm(cfg), batch, step or 0)
@@ -139,8 +151,6 @@ def recorded(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Trajectory, lis
 
 def dealt(shown: Trajectory, advantages: Sequence[Sequence[float] | None]) -> str:
     """The advantages of each role's outputs, in words."""
-    if not advantages:
-        return "of a group that was played"
     by_role: dict[str, list[str]] = {}
     for segment in shown.segments:
         row = advantages[segment.row]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from envace_jax.build import chat_format, load_model, longest_row, make_engine, mesh_for
+from envace_jax.build import chat_format, checked_spec, load_model, longest_row, make_engine, mesh_for
 from envace_jax.config import UserError
 from envace_jax.options import number, whole
 from envace_jax.rehearsal.settings import EpisodeConfig
@@ -48,6 +48,7 @@ def build_server(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Server, Eng
     if not cfg.model.path:
         raise UserError("--model: expected a Hugging Face folder (or config.model.path)")
     chat = chat_format(cfg)
+    within_positions(cfg, checked_spec(cfg, chat).max_positions)
     spec, params = load_model(cfg, chat, mesh_for(cfg))
     engine = make_engine(cfg, spec, params)
     engine.warm_up(guided=True)
@@ -63,9 +64,20 @@ def build_server(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Server, Eng
     return Server(generator, chat, settings, Worlds(generator, chat, EpisodeConfig.from_config(cfg))), loop
 
 
+def within_positions(cfg: ConfigDict, positions: int) -> None:
+    """Shortens rows to what the model was made for; outputs get a quarter of its positions at most."""
+    r = cfg.rollout
+    if longest_row(cfg) > positions:
+        output = min(max(r.max_act_tokens, r.max_rehearse_tokens), max(1, positions // 4))
+        r.max_act_tokens = r.max_rehearse_tokens = output
+        r.max_input_tokens = min(r.max_input_tokens, positions - output)
+        print(f"rows of {longest_row(cfg)} tokens: the model was made for {positions} positions", flush=True)
+
+
 def run_serve(cfg: ConfigDict, args: argparse.Namespace) -> None:
     import uvicorn
 
+    print("loading and compiling", flush=True)
     server, loop = build_server(cfg, args)
     print(f"serving '{server.settings.model}' at http://{args.host}:{args.port}/v1", flush=True)
     config = uvicorn.Config(

@@ -109,4 +109,7 @@ def template_findings(chat: ChatFormat, folder: Path) -> Iterator[tuple[str, str
     if not found:
         yield "chat template", f"ids agree with the folder's template on {len(CONVERSATIONS)} conversations", True
     for name, position in found:
+        if chat.tool_docs == "none" and CONVERSATIONS[name][1]:
+            yield "chat template", f"'{name}' leaves the tools out, as chat.tool_docs=none asks", None
+            continue
         yield "chat template", f"'{name}' differs from id {position}: check chat.* against the serving side", False

@@ -181,9 +181,14 @@ def test_a_clock_that_jumps_loses_nothing(unbroken, tmp_path, monkeypatch):
 
 def test_finished_run_again_changes_nothing(unbroken, capsys):
     before = {p: p.read_bytes() for p in unbroken.glob("*.jsonl")}
-    assert trainer.run_train(tiny_config(unbroken)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "prepare", lambda *_: pytest.fail("loaded"))
+        assert trainer.run_train(tiny_config(unbroken)) == 0
+        told = capsys.readouterr().out
+        assert trainer.run_train(tiny_config(unbroken, **{"learning.require_checks": True})) == 1
     assert before == {p: p.read_bytes() for p in unbroken.glob("*.jsonl")}
-    assert f"run: {unbroken}" in capsys.readouterr().out
+    assert f"run: {unbroken}" in told and "learning.steps=4 are done" in told
+    assert "check FAILED REHEARSE was called" in told  # by the scripted model of these tests
 
 
 def test_the_step_that_was_measured_best_is_kept(tmp_path, monkeypatch):

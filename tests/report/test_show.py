@@ -38,7 +38,7 @@ def asked(file, step=None, member=0, **changes):
     cfg = default_config()
     with cfg.unlocked():
         cfg.learning.update(changes)
-    return recorded(cfg, argparse.Namespace(trajectories=path, task=task, member=member, step=step))
+    return recorded(cfg, argparse.Namespace(trajectories=path, task=task, member=member, step=step, held_out=False))
 
 
 def test_each_step_is_a_group_of_its_own(file):
@@ -58,6 +58,16 @@ def test_the_arm_and_the_shaping_are_the_run_s(file):
     shown, rows = asked(file, step=0, arm="single_baseline")
     both = 1 - sum(one) / (sum(one) + sum(two))
     assert dealt(shown, rows) == f"act {both:+.3f}; rehearse {both:+.3f}"
+
+
+def test_a_folder_and_what_is_in_it(file):
+    path, task, _ = file
+    shown, _ = asked((path.parent, task, None), step=0)
+    assert shown.task_id == task
+    with pytest.raises(UserError, match=f"there are 1 tasks \\({task}"):
+        asked((path.parent, "another", None))
+    with pytest.raises(UserError, match="no trajectory of task 'quickstart-train"):  # a number is that of the split
+        asked((path, "0", None))
 
 
 def test_what_is_not_there_is_said(file):

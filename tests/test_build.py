@@ -1,0 +1,49 @@
+"""Parts of a run from a configuration: what is refused before it is built."""
+
+from __future__ import annotations
+
+import pytest
+
+from envace_jax import build
+from envace_jax.config import UserError, default_config
+from envace_jax.datasets.cm2 import read_tasks
+from envace_jax.model.spec import PRESETS
+from envace_jax.serving.command import within_positions
+
+pytestmark = pytest.mark.quick
+
+
+def test_cache_bytes_by_hand():
+    """2 * 2 layers * (4 lanes + 6 shelf rows) * (30 + 20) tokens * KV heads * head size * 4 bytes."""
+    cfg, spec = default_config(), PRESETS["tiny"]
+    cfg.model.dtype = "float32"
+    cfg.rollout.slots, cfg.rollout.live_episodes, cfg.rollout.max_input_tokens = 4, 6, 30
+    cfg.rollout.max_act_tokens, cfg.rollout.max_rehearse_tokens = 20, 10
+    assert build.cache_bytes(cfg, spec) == 2 * spec.n_layers * 10 * 50 * spec.n_kv_heads * spec.head_dim * 4
+
+
+def test_a_cache_that_has_no_room_is_refused_with_the_keys(monkeypatch):
+    """A host would kill the process without a word."""
+    cfg, spec = default_config(), PRESETS["tiny"]
+    need = build.cache_bytes(cfg, spec) * build.CPU_COPIES
+    monkeypatch.setattr(build, "free_bytes", lambda devices: need)
+    build.check_cache(cfg, spec, None)
+    monkeypatch.setattr(build, "free_bytes", lambda devices: need - 1)
+    with pytest.raises(UserError, match=r"rollout.slots=64: .* 20000 tokens .* lower rollout.max_input_tokens"):
+        build.check_cache(cfg, spec, None)
+    monkeypatch.setattr(build, "free_bytes", lambda devices: None)  # nobody tells
+    build.check_cache(cfg, spec, None)
+
+
+@pytest.mark.parametrize(("positions", "limits"), [(40_960, (12_000, 8_000)), (1_024, (768, 256)), (2, (1, 1))])
+def test_served_rows_end_where_the_model_s_positions_do(positions, limits):
+    cfg = default_config()
+    within_positions(cfg, positions)
+    assert (cfg.rollout.max_input_tokens, cfg.rollout.max_act_tokens) == limits
+    assert cfg.rollout.max_rehearse_tokens == cfg.rollout.max_act_tokens and build.longest_row(cfg) <= positions
+
+
+def test_the_example_of_the_record_format_holds():
+    tasks, bad = read_tasks("data/cm2/example.jsonl")
+    assert [task.uuid for task in tasks] == ["example-0", "example-1"]
+    assert not bad.count and all(item.rule for t in tasks for v in t.checklists for turn in v for item in turn)
