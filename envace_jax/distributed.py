@@ -316,8 +316,9 @@ class Processes:
             return
         self._exchanges += 1
         with self.waits(name):
-            # The watch names who is missing; the barrier's own limit is only there to have an end.
-            self.watch.store.wait_at_barrier(f"envace/{self._exchanges}/{name}", 7 * 24 * 3600 * 1000)
+            # The watch names who is missing; the barrier's own limit is only there to have an end.  Its id is a number
+            # alone: one process may come to stop where another comes with its trajectories.
+            self.watch.store.wait_at_barrier(f"envace/{self._exchanges}", 7 * 24 * 3600 * 1000)
 
     def gather(self, value: Any, name: str) -> list[Any]:
         """The JSON values of all processes, by process, in every process."""

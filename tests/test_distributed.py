@@ -164,6 +164,23 @@ def test_one_process_exchanges_with_itself():
         alone.first(lambda: (_ for _ in ()).throw(UserError("no")), "x")
 
 
+@pytest.mark.quick
+def test_who_comes_to_stop_meets_who_comes_with_trajectories():
+    """Whatever each calls the place: barriers go by number, or two processes would wait for each other for ever."""
+    ids = [[], []]
+
+    class Store(FakeStore):
+        def wait_at_barrier(self, barrier_id, timeout_in_ms):
+            ids[self["index"]].append(barrier_id)
+
+    for index, names in enumerate((("opening", "step 4"), ("opening", "stopping"))):
+        watch = Watch(Store(index=index), index, 2, 100.0, lost=lambda _: None)
+        process = Processes(index, 2, watch)
+        for name in names:
+            process.meet(name)
+    assert ids[0] == ids[1] and len(set(ids[0])) == 2
+
+
 class TwoProcesses(Processes):
     """Process 0 of two; the other one says what it is told to say."""
 

@@ -138,6 +138,7 @@ def train_step(run: Run) -> Metrics:
     """One step: everything between two states of the parameters.  It returns with interrupts held back."""
     started = time.perf_counter()
     step = run.step
+    run.processes.phase(f"the rollout of step {step + 1}")
     metrics: Metrics = {}
     batch, stale = next_batch(run)
     trajectories, timings = batch.trajectories, batch.timings
