@@ -388,6 +388,7 @@ def text_action(body: str) -> dict[str, Any]:
     if stripped.startswith("{"):
         try:
             value = json.loads(stripped)
+            canonical_json(value)  # NaN and numbers too large for a float are no JSON
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
@@ -405,7 +406,8 @@ def text_action(body: str) -> dict[str, Any]:
 def _scalar(text: str) -> Any:
     try:
         value = json.loads(text)
-    except ValueError:
+        canonical_json(value)
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, (bool, int, float, str)) or value is None else text
 

@@ -190,6 +190,7 @@ class WorldbookService:
             arguments = body.get("arguments", {})
             if not isinstance(body.get("name"), str) or not isinstance(arguments, dict):
                 raise ValueError("expected name and arguments")
+            canonical_json(arguments)  # refuses NaN and infinity, which would stay in the session's memory
             session, result = self.harness.step(session, body["name"], arguments)
             self.sessions[key] = session
             self.sessions.move_to_end(key)

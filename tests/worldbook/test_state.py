@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -189,22 +188,16 @@ def test_scheduled_effects_come_due() -> None:
     assert state.get(("world", "door")) == "shut" and not state.pending
 
 
-def test_a_fork_of_ten_thousand_entries_takes_under_50_microseconds_and_is_independent() -> None:
+def test_a_fork_of_ten_thousand_entries_copies_nothing_and_is_independent() -> None:
+    """What it costs is on record in benchmarks/worldbook.py; here, that a fork shares all, and a write next to all."""
     session = open_session({"orders": {str(i): {"status": "paid", "total": i} for i in range(10_000)}})
-    best = min(_timed(session.fork) for _ in range(200))
-    assert best < 50e-6
     left, right = session.fork().state, session.fork().state
+    assert left.root is right.root is session.state.root
     left = left.apply("set", ("world", "orders", "5", "status"), "gone")
     assert right.get(("world", "orders", "5", "status")) == "paid"
     assert left.get(("world", "orders", "5", "status")) == "gone"
-    write = min(_timed(lambda: left.apply("set", ("world", "orders", "7", "total"), 1)) for _ in range(200))
-    assert write < 500e-6
-
-
-def _timed(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    assert left.get(("world", "orders", "6")) is right.get(("world", "orders", "6"))
+    assert left.get(("world", "orders"))._base is right.get(("world", "orders"))._base
 
 
 def test_templates_insert_values_once_and_never_look_into_them() -> None:
