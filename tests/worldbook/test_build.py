@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,17 @@ import pytest
 
 from envace_jax.config import UserError
 from envace_jax.datasets.quickstart.generator import generate_tasks
+from envace_jax.datasets.records import Task
 from envace_jax.datasets.traces import TraceEpisode, TraceEvent, episode_from_task, make_episode, write_traces
+from envace_jax.evaluation.replay import ReadingAgent, ReferenceDomain, replay
 from envace_jax.worldbook import build
 from envace_jax.worldbook import records as R
+from envace_jax.worldbook.baselines import CopyingCompleter, SystemConfig, make_system
 from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
 from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
 from envace_jax.worldbook.completer import BudgetExceeded, Completion, ScriptedCompleter
 from envace_jax.worldbook.patch import apply_patch
+from envace_jax.worldbook.service import WorldbookEnvironment, simulate
 from envace_jax.worldbook.store import Worldbook, load_worldbook, save_worldbook, verify_folder
 from envace_jax.worldbook.symbolic import induce_rules
 
@@ -40,7 +44,8 @@ def script(episodes: Sequence[TraceEpisode]) -> dict[str, Any]:
                 # The model boasts; code does not listen.
                 rules.append({**kept, "evidence": ids, "confidence": 1.0, "status": "supported"})
         # A rule that is wrong, and one that is not well formed, are proposed as well.
-        false = {"conditions": [], "outcome": "success", "render": {"made": "up"}, "evidence": rules[0]["evidence"]}
+        cited = rules[0]["evidence"] if rules else []
+        false = {"conditions": [], "outcome": "success", "render": {"made": "up"}, "evidence": cited}
         text = json.dumps({"rules": [*rules, false], "invariants": []})
         answers.append({"contains": ["stage: rules", f"item: {name}\n"], "texts": [text]})
         answers.append({"contains": ["stage: revise", f"item: {name}\n"], "texts": ['{"rules": []}']})
@@ -97,6 +102,42 @@ def test_quickstart_rules_that_a_model_proposes_answer_the_held_out_desk() -> No
     count = replay_rules(book, held_out, floor=R.EXECUTABLE_CONFIDENCE)
     assert sum(count.wrong.values()) == 0, count.examples
     assert sum(count.right.values()) >= 0.95 * count.transitions, count.to_json()
+    # The whole chain: what is decided in this world holds in the real one.
+    report = replay(
+        generate_tasks("heldout", 30), ReferenceDomain("quickstart"), ReadingAgent("quickstart"), world(book)
+    )
+    assert report.summary()["Real"] == 1.0 and report.summary()["CR"] >= 0.9 and not report.errors
+
+
+def world(book: Worldbook) -> Callable[[Task], WorldbookEnvironment]:
+    harness = make_system(book, CopyingCompleter(), SystemConfig(loop=False, parallel=1))
+
+    def make(task: Task) -> WorldbookEnvironment:
+        environment = WorldbookEnvironment(harness)
+        environment.reset(task)
+        return environment
+
+    return make
+
+
+@pytest.mark.long
+def test_the_whole_chain_from_bfcl_traces_with_a_scripted_model() -> None:
+    pytest.importorskip("bfcl_eval")
+    from envace_jax.datasets.bfcl import load_bfcl
+
+    build = [episode_from_task(t) for t in load_bfcl(("base",), "train", limit=20)]
+    scripted = script(build)
+    scripted["default"] = '{"rules": []}'  # actions for which nothing was found in the traces
+    book = build_worldbook(build, config=replace(CONFIG, folds=2), completer=ScriptedCompleter(script=scripted))
+    assert book.artifacts["language_model"] and len(book.local) > 0 and len(book.evidence) > 50
+    assert not [r for r in book.rules if not r.replay]
+    said: list[str] = []
+    simulate(make_system(book, CopyingCompleter(), SystemConfig(loop=False)), ["pwd", ":state"], said.append)
+    assert said
+    held_out = load_bfcl(("base",), "heldout", limit=5)
+    report = replay(held_out, ReferenceDomain("bfcl"), ReadingAgent("bfcl"), world(book))
+    figures = report.summary()
+    assert figures["Real"] == 1.0 and not report.errors and figures["CR"] == figures["W2R"] and report.steps
 
 
 def test_what_was_observed_wins_over_what_the_model_says(modelled: Worldbook) -> None:
