@@ -65,8 +65,12 @@ class Client:
         return int(before.split(b" ", 2)[1]), before, after
 
     async def stream(self, body: Any) -> str | None:
-        """What a chat stream said, None where it did not come to its end."""
-        status, _, data = await self.ask("POST", "/v1/chat/completions", {**body, "stream": True})
+        """What a chat stream said, None where it did not come to its end; a refused one asks again."""
+        while True:
+            status, _, data = await self.ask("POST", "/v1/chat/completions", {**body, "stream": True})
+            if status != 429:
+                break
+            await asyncio.sleep(0.1)
         if status != 200 or b"data: [DONE]" not in data:
             return None
         said = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ from envace_jax.serving.app import Server, ServerSettings
 from envace_jax.serving.generate import Generator
 from envace_jax.serving.loop import EngineLoop
 from envace_jax.serving.protocol import Sampling
+from envace_jax.serving.remember import RememberingTokenizer
 from envace_jax.serving.worlds import Worlds
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -49,6 +51,7 @@ def build_server(cfg: ConfigDict, args: argparse.Namespace) -> tuple[Server, Eng
         raise UserError("--model: expected a Hugging Face folder (or config.model.path)")
     chat = chat_format(cfg)
     within_positions(cfg, checked_spec(cfg, chat).max_positions)
+    chat = dataclasses.replace(chat, tokenizer=RememberingTokenizer(chat.tokenizer))
     spec, params = load_model(cfg, chat, mesh_for(cfg))
     engine = make_engine(cfg, spec, params)
     engine.warm_up(guided=True)
