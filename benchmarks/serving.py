@@ -5,7 +5,8 @@
 Every request samples exactly `--tokens` tokens (nothing stops it), so both sides do equal work; sides take turns,
 `--repeats` times, on one engine in one process, each first in every other round. The served side is asked by asyncio
 clients in a process of their own, over loopback, on the same cores. Printed: tokens/s of both (median and range), the
-ratio (median of the rounds' own ratios, and their quartiles), time to the first token. Goal: 0.95 or more.
+ratio (median of the rounds' own ratios, and their quartiles), time to the first token. Goal: 0.95 or more. The ratio of
+the process's own CPU time (clients left out) says what serving costs where other programs share the cores.
 """
 
 from __future__ import annotations
@@ -116,17 +117,23 @@ def main() -> None:
     served: list[float] = []
     own: list[float] = []
     firsts: list[float] = []
+    served_cpu: list[float] = []
+    own_cpu: list[float] = []
 
     def ask_clients() -> None:
         assert clients.stdin is not None and clients.stdout is not None
+        start = time.process_time()
         clients.stdin.write("go\n")
         clients.stdin.flush()
         wall, first = json.loads(clients.stdout.readline())
         served.append(tokens / wall)
+        served_cpu.append(time.process_time() - start)
         firsts.extend(first)
 
     def ask_engine() -> None:
+        start = time.process_time()
         own.append(tokens / direct(loop, generator, prompt, sampling, args.streams))
+        own_cpu.append(time.process_time() - start)
 
     for k in range(args.repeats + 1):
         for side in (ask_clients, ask_engine) if k % 2 else (ask_engine, ask_clients):
@@ -147,6 +154,9 @@ def main() -> None:
         "served_range": [min(served), max(served)],
         "ratio": statistics.median(ratios),
         "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "cpu_seconds_engine": statistics.median(own_cpu[1:]),
+        "cpu_seconds_served": statistics.median(served_cpu[1:]),
+        "cpu_ratio": statistics.median(own_cpu[1:]) / statistics.median(served_cpu[1:]),
         "first_token_seconds_median": statistics.median(firsts),
     }
     print(json.dumps(figures, indent=1))

@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envace_jax.evaluation.results import Result, read_results
 from envace_jax.evaluation.stats import Interval, cluster_bootstrap, detectable, paired_cluster_bootstrap
@@ -41,15 +42,15 @@ class Cell:
 
 
 def cells(ns: Sequence[int], seeds: Sequence[int], controls: Sequence[str] = CONTROLS) -> Iterator[Cell]:
-    """All cells; those whose tokens a control is matched to come before it."""
+    """All cells; those whose tokens a control is matched to come before it, those of one engine in a row."""
     for seed in seeds:
         yield Cell("none", 0, "trained", seed)
-        for n in ns:
-            for method in ("rehearse-parallel", "rehearse-sequential"):
-                for rehearser in ("trained", "warm"):
+        for rehearser in ("trained", "warm"):
+            for n in ns:
+                for method in ("rehearse-parallel", "rehearse-sequential"):
                     yield Cell(method, n, rehearser, seed)
-            for control in controls:
-                yield Cell(control, n, "trained", seed)
+                for control in controls if rehearser == "trained" else ():
+                    yield Cell(control, n, rehearser, seed)
 
 
 def arguments(cell: Cell, args: argparse.Namespace) -> list[str]:
@@ -78,6 +79,38 @@ def run(args: argparse.Namespace, command: Callable[[list[str]], int]) -> None:
         print(f"== {cell.name}", flush=True)
         if status := command([*arguments(cell, args), *args.override]):
             raise SystemExit(status)
+
+
+def evaluator() -> Callable[[list[str]], int]:
+    """The `evaluate` command in this process; cells in a row with the same models, settings and seed share an engine.
+
+    What one of them left in its rows is forgotten before the next.
+    """
+    from envace_jax.cli import build_parser, load_config
+    from envace_jax.compat import set_up_jax
+    from envace_jax.config import flat, validate
+    from envace_jax.evaluation.command import policy_engine, run_evaluate
+
+    set_up_jax()
+    kept: dict[str, Any] = {}
+
+    def engine(cfg: Any, args: argparse.Namespace, chat: Any) -> Any:
+        key = repr((list(flat(cfg)), args.rehearser))
+        if key not in kept:
+            kept.clear()
+            kept[key] = policy_engine(cfg, args, chat)
+        kept[key].forget()
+        return kept[key]
+
+    def evaluate(argv: list[str]) -> int:
+        rest = [word for word in argv[1:] if not word.startswith("--config.")]
+        args = build_parser("evaluate").parse_args(rest)
+        cfg = load_config(args.config, [word for word in argv if word.startswith("--config.")])
+        validate(cfg)
+        run_evaluate(cfg, args, engine)
+        return 0
+
+    return evaluate
 
 
 @dataclass(frozen=True)
@@ -206,11 +239,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from envace_jax.cli import main as command
-
     args = parse(argv)
     if not args.only_table:
-        run(args, command)
+        run(args, evaluator())
     lines = summary(args.out, args.n, args.seeds, args.controls)
     (args.out / "table.md").write_text(table(lines))
     plot(lines, args.out / "test_time.svg")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ from envace_jax.test_time.plan import NAMES, Plan, read_plan
 WHAT = (*BENCHMARKS, "fidelity", "finmcp", "bfcl-average", "nl-assertions", *CLIENTS, "compare")
 TEST_TIME_SAMPLING = (1.0, 1.0)
 """Temperature and top_p of the published test-time table, for both roles."""
+
+
+MakeEngine = Callable[[ConfigDict, argparse.Namespace, Any], Any]
+"""(configuration, command line, chat format) -> engine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", default="quickstart", help="fidelity: tasks of quickstart, bfcl or tau2")
 
 
-def run_evaluate(cfg: ConfigDict, args: argparse.Namespace) -> None:
+def run_evaluate(cfg: ConfigDict, args: argparse.Namespace, engine: MakeEngine | None = None) -> None:
+    """The command; `engine` makes, or has kept, the engine of a benchmark that is played."""
     if args.what in BENCHMARKS:
-        _benchmark(cfg, args, BENCHMARKS[args.what])
+        _benchmark(cfg, args, BENCHMARKS[args.what], engine or policy_engine)
     elif args.what == "fidelity":
         from envace_jax.evaluation.real_fidelity import run_fidelity
 
@@ -108,7 +113,7 @@ def _files(args: argparse.Namespace) -> list[Path]:
 # --- playing a benchmark ----------------------------------------------------------------------------------------------
 
 
-def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) -> None:
+def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark, engine: MakeEngine) -> None:
     from rich.progress import track
 
     from envace_jax.build import chat_format
@@ -152,7 +157,7 @@ def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) 
                 benchmark,
                 tasks,
                 method,
-                _engine(cfg, args, chat),
+                engine(cfg, args, chat),
                 voice,
                 trials=header.trials,
                 done=file.done,
@@ -178,7 +183,8 @@ def budgets(results: Sequence[Result]) -> dict[str, tuple[int, int]]:
     }
 
 
-def _engine(cfg: ConfigDict, args: argparse.Namespace, chat: Any) -> Any:
+def policy_engine(cfg: ConfigDict, args: argparse.Namespace, chat: Any) -> Any:
+    """An engine with the policy, and the rehearsing policy where there is one."""
     from envace_jax.build import load_model, make_engine, mesh_for
     from envace_jax.model.hf import load_params
 

@@ -248,3 +248,6 @@ def test_make_model_writes_a_folder_that_loads(tmp_path, chat):
     assert sum(f.stat().st_size for f in out.iterdir()) < 8e6
     assert load_tokenizer(out).fingerprint == chat.tokenizer.fingerprint
     assert (careful / "config.json").is_file() and "| real_greedy |" in (out / "README.md").read_text()
+    still = [replace(phases[2], steps=1, lr=0.0)]  # goes on from the folder, and at rate 0 stays there
+    make_model(cfg, tmp_path / "tokenizer", tmp_path / "on", start=out, phases=still, eval_tasks=2)
+    assert (tmp_path / "on" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()

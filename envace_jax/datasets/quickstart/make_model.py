@@ -11,8 +11,8 @@ With `--reviews SHARE` the last two phases also show, for that share of the task
 self-evaluations, memories, and acting on a memory (`test_time.targets`; rows that do not fit are left out and counted).
 The committed model is made without. A model that can write them goes on from the committed one:
 
-    python -m envace_jax.datasets.quickstart.make_model --start data/quickstart/model --copy_steps 0 --careful_steps 0 \
-        --careless_steps 600 --reviews 0.5 --out runs/warm
+    python -m envace_jax.datasets.quickstart.make_model --start data/quickstart/model --copy_steps 0 \
+        --careful_steps 900 --reviews 0.5 --out runs/warm
 
 All phases go through the chat format, the REHEARSE prompts, the packing and the update of the main job, with the
 settings of `configs/quickstart.py`. About 15 minutes on 2 idle cores. Made again on the same kind of machine, tokenizer
