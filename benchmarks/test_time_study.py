@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envace_jax.evaluation.command import TEST_TIME_SAMPLING
 from envace_jax.evaluation.results import Result, read_results
 from envace_jax.evaluation.stats import Interval, cluster_bootstrap, detectable, paired_cluster_bootstrap
 
@@ -61,6 +62,8 @@ def arguments(cell: Cell, args: argparse.Namespace) -> list[str]:
         *("--test_time", cell.plan, "--memory_tokens", str(args.memory_tokens)),
         *("--out", str(result_path(args.out, cell))),
     ]
+    temperature, top_p = TEST_TIME_SAMPLING  # N = 0 as well, which by default is sampled colder
+    out += [f"--config.evaluation.temperature={temperature}", f"--config.evaluation.top_p={top_p}"]
     if cell.rehearser == "warm":
         out += ["--rehearser", args.warm]
     if cell.method in MATCHED:
@@ -88,7 +91,8 @@ def evaluator() -> Callable[[list[str]], int]:
     """
     from envace_jax.cli import build_parser, load_config
     from envace_jax.compat import set_up_jax
-    from envace_jax.config import flat, validate
+    from envace_jax.config import flat
+    from envace_jax.config_checks import validate
     from envace_jax.evaluation.command import policy_engine, run_evaluate
 
     set_up_jax()

@@ -35,7 +35,7 @@ CONFIG = [
 def engine(monkeypatch):
     """`evaluate` gets an engine that says goodbye to everything; it counts what it was asked."""
     made = ScriptedEngine(lambda request: "Goodbye.", load_tokenizer(TOKENIZER))
-    monkeypatch.setattr(command, "_engine", lambda cfg, args, chat: made)
+    monkeypatch.setattr(command, "policy_engine", lambda cfg, args, chat: made)
     return made
 
 

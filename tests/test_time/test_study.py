@@ -84,6 +84,8 @@ def test_a_small_study_runs(tmp_path, monkeypatch):
         ("best", "trained"),
         ("think", "trained"),
     }
+    sampling = [read_results(path)[0].sampling for path in tmp_path.glob("*.jsonl")]
+    assert {(s["temperature"], s["top_p"]) for s in sampling} == {(1.0, 1.0)}
     plain = next(x for x in lines if x.n == 0)
     assert all(x.tokens > plain.tokens for x in lines if x.method.startswith("rehearse"))
     header, _ = read_results(tmp_path / "rehearse-parallel-1-warm-seed0.jsonl")
