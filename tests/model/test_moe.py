@@ -86,7 +86,7 @@ def test_expert_shards_exchange_tokens_without_loss(skewed):
 
 
 def test_forward_and_gradients_equal_transformers(hf_folder):
-    import torch
+    torch = pytest.importorskip("torch", reason="torch is the oracle")
 
     from envace_jax.model.name_map import axis_sizes, pieces
 
