@@ -58,7 +58,7 @@ SIZES = (
         "configs/qwen3_1p7b_v5p.py",
         "v5p-8",
         8,
-        ("configs/qwen3_1p7b_v5p.py", f"plan.topology={GPU}:8", "mesh.fsdp=8", "model.attention=cudnn"),
+        ("configs/qwen3_1p7b_v5p.py", f"plan.topology={GPU}:8", "mesh.fsdp=2", "model.attention=cudnn"),
         "models/qwen3-1.7b",
     ),
     Size(

@@ -42,7 +42,7 @@ def test_every_command_is_a_configuration_that_holds(study, tmp_path, monkeypatc
                 assert (cfg.learning.arm, cfg.preset, cfg.rewards.dependence) == (arm.name, "paper", False)
                 assert (cfg.learning.prompts_per_step, cfg.learning.group_size) == (16, 4)
                 chips = math.prod(int(n) for n in cfg.plan.topology.partition(":")[2].split("x"))
-                assert chips == cfg.mesh.fsdp
+                assert chips == math.prod(cfg.mesh[axis] for axis in ("replica", "fsdp", "tensor", "expert"))
                 seen.add((cfg.model.path, cfg.learning.arm, cfg.plan.topology.partition(":")[0], cfg.run_dir))
     assert len(seen) == 12 and len({run for *_, run in seen}) == 6
 
