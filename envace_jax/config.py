@@ -170,7 +170,7 @@ def default_config() -> ConfigDict:
                 "row_tokens": 20480,
                 "rows_per_microbatch": 1,
                 "logprob_chunk": 1024,
-                "max_probability_error": 1.05,  # mean exp|dlogp| sampler to learner above this stops the run
+                "max_probability_error": 1.05,  # mean exp|dlogp| sampler to learner, trained rows: above it a run ends
                 "spike_limit": 0.0,  # an update whose gradient norm is above it is not taken; 0: no limit
                 "max_staleness": 0,  # 1: the next step's rollouts run while this step's update does
                 "max_bad_steps": 5,
