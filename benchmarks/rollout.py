@@ -406,17 +406,17 @@ def main() -> None:
         unshared = Engine(params, size.spec, dataclasses.replace(config, min_share=1 << 30))
         unshared.warm_up()
         results.append(play(unshared, *workload(size), ordered=True))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as place:
         from envace_jax.model.hf import save_params
 
-        save_params(folder, params, size.spec, dtype="F32")
-        save(Path(folder) / "conversations.json", *workload(size))
-        sides = [None if "transformers" in args.skip else transformers_side(Path(folder), *workload(size))]
+        folder = save_params(Path(place) / "model", params, size.spec, dtype="F32")
+        save(folder / "conversations.json", *workload(size))
+        sides = [None if "transformers" in args.skip else transformers_side(folder, *workload(size))]
         for side, script, python in (
             ("google-tunix", "rollout_tunix.py", args.tunix_python),
             ("vLLM", "rollout_vllm.py", args.vllm_python),
         ):
-            sides.append(outside_side(side, script, python, Path(folder)) if python else None)
+            sides.append(outside_side(side, script, python, folder) if python else None)
         results += [side for side in sides if side is not None]
     first = results[0]
     print(f"\n{'side':18s} {'seconds':>9s} {'useful':>8s} {'tok/s':>9s} {'engine is':>10s}")
