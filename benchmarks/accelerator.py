@@ -129,7 +129,7 @@ def decode(name: str, spec: Qwen3Spec, slots: int, length: int, chunk: int, repe
     del main
 
     def run() -> Any:
-        holder[0], tokens, _ = run_.decode(params, holder[0], ints, floats, 1 << 20)
+        holder[0], tokens, *_ = run_.decode(params, holder[0], ints, floats, 1 << 20)
         return tokens
 
     started = time.perf_counter()
