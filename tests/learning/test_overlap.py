@@ -17,14 +17,8 @@ from envace_jax.learning import overlap, setup, trainer
 from envace_jax.learning.metrics import read_metrics
 from envace_jax.rehearsal.trajectory import read_trajectories
 
+pytestmark = pytest.mark.usefixtures("toy_training")
 AHEAD = {"learning.max_staleness": 1, "learning.importance_cap": 2.0}
-
-
-@pytest.fixture(autouse=True)
-def rewards(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(trainer, "rollout", rewarded(trainer.rollout))
-    monkeypatch.setattr(setup, "make_engine", toy_engine)
 
 
 @pytest.fixture(scope="module")

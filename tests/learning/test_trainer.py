@@ -31,16 +31,10 @@ from envace_jax.text.transcript import Role
 from envace_jax.worldbook.records import ActionSpec, TransitionRule
 from envace_jax.worldbook.store import Worldbook, save_worldbook
 
+pytestmark = pytest.mark.usefixtures("toy_training")
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("time/", "tokens_per_s", "engine/", "memory/", "mfu/", "host_share")  # of the machine, not of the run
 CHILD = Path(__file__).with_name("trainer_child.py")
-
-
-@pytest.fixture(autouse=True)
-def rewards(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(trainer, "rollout", rewarded(trainer.rollout))
-    monkeypatch.setattr(setup, "make_engine", toy_engine)
 
 
 @pytest.fixture(scope="module")
