@@ -12,14 +12,14 @@ from envace_jax.config_file import start_from
 
 def get_config():
     c = start_from(__file__, "qwen3_30b_a3b_v5p.py")
-    c.mesh.fsdp = 8
-    c.mesh.expert = 2
+    c.mesh.fsdp = 4
+    c.mesh.expert = 4
     c.mesh.tensor = 4
     c.mesh.sequence = "tensor"
     c.rollout.slots = 4
     c.rollout.live_episodes = 4
     c.plan.rollout_tensor = 4
-    c.plan.rollout_expert = 2
+    c.plan.rollout_expert = 4
     c.plan.topology = "v6e:8x8"
     c.plan.chip_hour = 2.7  # dollars, a list price of 2025: use your own
     return c

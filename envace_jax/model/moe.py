@@ -171,7 +171,9 @@ def moe_mlp(
     cut, batch = axes_of(rules.experts), axes_of(rules.batch)
     active, sequence = mesh_active(), inner_sequence(rules)
     meet = active and bool(set(cut) & set(batch))
-    hidden_axes = axes_of(rules.ffn) if active else ()
+    hidden_axes = axes_of(rules.expert_ffn) if active else ()
+    token_axes = (*batch, *(axes_of(rules.sequence) if sequence else ()))
+    shared = tuple(a for a in (*hidden_axes, *cut) if active and a not in token_axes)
 
     def shard(x: jax.Array, router: jax.Array, weights: tuple, valid: jax.Array, replay: jax.Array | None):
         x_NxD = x.reshape(-1, d)
@@ -182,6 +184,10 @@ def moe_mlp(
         )
         n = weights[0].shape[0]
         first = jax.lax.axis_index(cut) * n if active and cut else 0
+        # Said here, the gradients of the shards are summed by token. Left to the first product with the cut weights,
+        # they are summed after the exchange and for every assignment: k (n + 1) times the bytes.
+        entered_NxD = jax.lax.pcast(x_NxD, shared, to="varying") if shared else x_NxD
+        weights_NxK = jax.lax.pcast(weights_NxK, shared, to="varying") if shared else weights_NxK
 
         def some(x_NxD: jax.Array, ids_NxK: jax.Array, weights_NxK: jax.Array) -> jax.Array:
             if meet and exchange == "ragged":
@@ -202,15 +208,15 @@ def moe_mlp(
                 raise ValueError(f"{tokens} tokens of a shard are not a multiple of the expert chunk {chunk}")
             split = lambda a: a.reshape(-1, chunk, a.shape[-1])  # noqa: E731
             out_NxD = jax.lax.map(
-                lambda s: jax.checkpoint(some)(*s), (split(x_NxD), split(ids_NxK), split(weights_NxK))
+                lambda s: jax.checkpoint(some)(*s), (split(entered_NxD), split(ids_NxK), split(weights_NxK))
             ).reshape(-1, d)
         else:
-            out_NxD = some(x_NxD, ids_NxK, weights_NxK)
+            out_NxD = some(entered_NxD, ids_NxK, weights_NxK)
         seen_N = valid.reshape(-1).astype(jnp.float32)
         chosen_NxE = jax.nn.one_hot(ids_NxK, spec.n_experts, dtype=jnp.float32).sum(1)
         figures = (seen_N @ chosen_NxE, seen_N @ probs_NxE, seen_N.sum())
         if active:
-            figures = jax.lax.psum(figures, (*batch, *(axes_of(rules.sequence) if sequence else ())))
+            figures = jax.lax.psum(figures, token_axes)
         ids, own = (i.reshape(*x.shape[:2], -1) for i in (ids_NxK, own_NxK))
         return out_NxD.reshape(x.shape).astype(x.dtype), ids, own, figures
 
@@ -218,7 +224,7 @@ def moe_mlp(
         out, ids, own, figures = shard(x_BxTxD, router_DxE, experts, valid_BxT, replay_BxTxK)
         return out, Routing(ids, own, *figures)
     token_spec, row_spec = rules.spec("batch", sequence, None), rules.spec("batch", sequence)
-    wide, narrow = rules.gathered("experts", "embed", "ffn"), rules.gathered("experts", "ffn", "embed")
+    wide, narrow = (rules.gathered("experts", *axes) for axes in (("embed", "expert_ffn"), ("expert_ffn", "embed")))
     whole = rules.spec(None)
     out, ids, own, figures = jax.shard_map(
         shard,

@@ -27,7 +27,8 @@ class Rules:
     """Logical axis -> mesh axis (or axes, or none).
 
     `embed` is the axis of weights that fully-sharded data parallelism cuts; `gather` undoes it for one layer
-    at a time, inside the scan, so that only one layer's whole weights exist at once. `logits` is the vocabulary of
+    at a time, inside the scan, so that only one layer's whole weights exist at once. `expert_ffn` is the hidden axis of
+    an expert, `ffn` that of a dense layer. `logits` is the vocabulary of
     computed logits (`vocab` is that of the weights): None for a sampler, which sorts and draws over all of it.
     """
 
@@ -41,6 +42,7 @@ class Rules:
     vocab: Axis = "tensor"
     logits: Axis = "tensor"
     experts: Axis = "expert"
+    expert_ffn: Axis = "tensor"
     layers: Axis = None
 
     def spec(self, *logical: str | None) -> P:
@@ -52,8 +54,11 @@ class Rules:
         return P(*(getattr(self, name) if name and name != "embed" else None for name in logical))
 
 
-SAMPLER = Rules(batch=None, embed=None, logits=None)
-"""One sampler's devices: rows whole, heads and vocabulary cut over `tensor`, experts over `expert`."""
+SAMPLER = Rules(batch=None, embed=None, logits=None, experts=("expert", "tensor"), expert_ffn=None)
+"""One sampler's devices: rows whole, heads and vocabulary cut over `tensor`, experts over `expert` and `tensor`.
+
+Every shard sees all rows, so experts stay whole: cut in four, the 768 columns of 30B-A3B are no longer tiles of 128 and
+XLA for TPU copies the weights at every step."""
 
 
 def mesh_active() -> bool:
@@ -126,9 +131,9 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "layers/up": ("layers", "embed", "ffn"),
     "layers/down": ("layers", "ffn", "embed"),
     "layers/router": ("layers", None, None),
-    "layers/experts_gate": ("layers", "experts", "embed", "ffn"),
-    "layers/experts_up": ("layers", "experts", "embed", "ffn"),
-    "layers/experts_down": ("layers", "experts", "ffn", "embed"),
+    "layers/experts_gate": ("layers", "experts", "embed", "expert_ffn"),
+    "layers/experts_up": ("layers", "experts", "embed", "expert_ffn"),
+    "layers/experts_down": ("layers", "experts", "expert_ffn", "embed"),
 }
 """Logical axes of every parameter, by its path in the tree."""
 

@@ -13,8 +13,9 @@ import pytest
 from envace_jax.model.hf import load_params
 from envace_jax.model.moe import balance_loss, grouped_matmul, moe_mlp, route, routed_differently
 from envace_jax.model.qwen3 import ForwardOptions, forward_with_routing, unembed
-from envace_jax.model.sharding import Rules, make_mesh
+from envace_jax.model.sharding import MESH_AXES, SAMPLER, Rules, make_mesh
 from envace_jax.model.spec import PRESETS, Qwen3Spec
+from envace_jax.planning.hlo import by_axis, collectives
 
 SPEC = dataclasses.replace(PRESETS["tiny"], n_experts=8, n_experts_per_token=3, d_ff_expert=16, d_model=32)
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 17))
@@ -62,6 +63,33 @@ def test_chunks_of_tokens_change_nothing():
     np.testing.assert_allclose(whole_grad, parts_grad, atol=1e-5)
 
 
+def placed(rules, x, router, experts):
+    """The layer's inputs on the current mesh."""
+    place = lambda a, *axes: jax.device_put(a, rules.spec(*axes))  # noqa: E731
+    *wide, narrow = experts
+    shards = (*(place(w, "experts", None, "expert_ffn") for w in wide), place(narrow, "experts", "expert_ffn", None))
+    return place(x, "batch", None, None), place(router, None, None), shards
+
+
+@pytest.mark.parametrize("rules", [Rules(), SAMPLER])
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_gradients_over_shards_equal_one_device_and_are_summed_by_token(rules, chunk):
+    inputs = layer_inputs()
+
+    def pulled(*inputs):
+        return jax.grad(lambda *a: jnp.sum(moe_mlp(SPEC, *a, rules=rules, chunk=chunk)[0] ** 2), (0, 1, 2))(*inputs)
+
+    want, mesh = pulled(*inputs), make_mesh(expert=4, tensor=2)
+    with jax.set_mesh(mesh):
+        program = jax.jit(pulled).lower(*placed(rules, *inputs)).compile()
+        for got, expected in zip(jax.tree.leaves(program(*placed(rules, *inputs))), jax.tree.leaves(want)):
+            np.testing.assert_allclose(got, expected, atol=1e-4)
+    if rules == Rules():
+        moved = by_axis(collectives(program.as_text(), tuple(mesh.shape.values()), MESH_AXES))
+        states = 4 * SPEC.d_model * 8 * 4 / 4  # float32, the tokens of one shard; an all-reduce of two receives it once
+        assert moved["tensor"] <= 4 * states  # output, recomputed output, gradient, router's; 12 times that by assignment
+
+
 @pytest.mark.parametrize("skewed", [False, True])
 def test_expert_shards_exchange_tokens_without_loss(skewed):
     x, router, experts = layer_inputs()
@@ -69,17 +97,8 @@ def test_expert_shards_exchange_tokens_without_loss(skewed):
         router = router.at[0, 3:].add(-100.0)
         x = x.at[..., 0].set(1.0)
     want, counts = moe_mlp(SPEC, x, router, experts)
-    rules = Rules()
     with jax.set_mesh(make_mesh(expert=4, tensor=2)):
-        place = lambda a, *axes: jax.device_put(a, rules.spec(*axes))  # noqa: E731
-        wide = ("experts", None, "ffn")
-        shards = (
-            *(place(w, *wide) for w in experts[:2]),
-            place(experts[2], "experts", "ffn", None),
-        )
-        got, routing = jax.jit(lambda *a: moe_mlp(SPEC, *a))(
-            place(x, "batch", None, None), place(router, None, None), shards
-        )
+        got, routing = jax.jit(lambda *a: moe_mlp(SPEC, *a))(*placed(Rules(), x, router, experts))
     np.testing.assert_allclose(got, want, atol=2e-5)
     np.testing.assert_array_equal(routing.ids, counts.ids)
     np.testing.assert_allclose(routing.counts, counts.counts)

@@ -103,7 +103,7 @@ def test_expert_layer_compiles_with_both_exchanges(exchange):
         return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, rules.gathered(*axes)))
 
     d, e, f = MOE.d_model, MOE.n_experts, MOE.d_ff_expert
-    wide, narrow = ("experts", "embed", "ffn"), ("experts", "ffn", "embed")
+    wide, narrow = ("experts", "embed", "expert_ffn"), ("experts", "expert_ffn", "embed")
     experts = (shape((e, d, f), *wide), shape((e, d, f), *wide), shape((e, f, d), *narrow))
     layer = functools.partial(moe_mlp, MOE, rules=rules, exchange=exchange)
 
