@@ -1,5 +1,7 @@
 """Training under kills: what is lost, how long it takes to go on, what a save costs, whether memory stays flat.
 
+Every figure stands beside its target.
+
     python benchmarks/reliability.py --out runs/reliability            # 200 steps, 60 kills, 500 steps left alone
     python benchmarks/reliability.py --out runs/smoke --steps 10 --kills 3 --soak 20
 
@@ -8,7 +10,11 @@ One run is left alone for `--soak` steps; its memory, threads and open files are
 is killed `--kills` times at seeded moments, in turn by SIGKILL and SIGTERM, and started again by the same command
 until it is done.  Both must hold the same parameters, bit for bit, after the same step.  Goodput is the time that the
 undisturbed run took for those steps over the time the killed one took, with the kills as close as they are here and,
-computed from the mean loss of a kill, with one every 120 seconds.
+computed from the mean loss of a kill, with one every 120 seconds.  What a kill costs at the default interval of
+checkpoints is computed from this machine's step and recovery times: half an interval is played again.
+
+Bits are flipped, files cut and deleted in the run's last checkpoint, one fault at a time, and each has to be found.  At
+last one of two processes is stopped (SIGSTOP), and the other has to name it.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -38,17 +45,23 @@ SMALL = {
     "metrics.progress": False,
     "checkpoint.every": 5,
 }
-PREEMPTED = 75
+PREEMPTED, LOST = 75, 76
+HANG_TIMEOUT = 10.0  # seconds, of the run whose process is stopped
+DAMAGES = 200
 
 
-def start(folder: Path, **changes: Any) -> subprocess.Popen:
+def start(folder: Path, variables: dict[str, str] | None = None, **changes: Any) -> subprocess.Popen:
     options = [f"--config.{k}={v}" for k, v in (SMALL | changes).items()]
     command = [sys.executable, "-m", "envace_jax", "train", "--config", "configs/quickstart.py"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | (variables or {})
+    with log_of(folder).open("ab") as log:
         return subprocess.Popen(
             [*command, f"--config.run_dir={folder}", *options], cwd=ROOT, env=environment, stdout=log, stderr=log
         )
+
+
+def log_of(folder: Path) -> Path:
+    return folder.parent / f"{folder.name}.log"
 
 
 def steps_done(folder: Path) -> int:
@@ -83,7 +96,7 @@ def undisturbed(folder: Path, soak: int) -> dict[str, Any]:
             seen.append((step, *resources(process.pid)))
         time.sleep(0.2)
     if process.returncode != 0:
-        raise SystemExit(f"the undisturbed run failed with {process.returncode}: see {folder.parent}/{folder.name}.log")
+        raise SystemExit(f"the undisturbed run failed with {process.returncode}: see {log_of(folder)}")
     early = [r for r in seen if soak // 4 <= r[0] < soak // 2] or seen[:1]
     late = [r for r in seen if r[0] >= soak - soak // 4 and r[0] < soak] or seen[-1:]  # the end draws a plot
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -99,39 +112,95 @@ def undisturbed(folder: Path, soak: int) -> dict[str, Any]:
 
 
 def disturbed(folder: Path, steps: int, kills: int, seed: int) -> dict[str, Any]:
-    """The run that is killed: after each new start it may do one step, then the signal comes at a random moment."""
-    rng, sent, recovery, ends = random.Random(seed), 0, [], []
-    span, began = max(1.0, steps / max(kills, 1)), time.monotonic()
+    """The run that is killed: each start may do its share of the steps that are left, then the signal comes at a random
+    moment."""
+    rng, recovery, ends = random.Random(seed), [], []  # ends: status, seconds from the signal to the end
+    began, killed_at = time.monotonic(), None
     while True:
         before = steps_done(folder)
         process, started = start(folder, **{"learning.steps": steps}), time.monotonic()
-        killed_at = None
-        # On average a kill comes after its share of the steps; a third of them before any new step is done.
-        wanted = before + rng.randrange(0, int(2 * span) + 1) if sent < kills else steps + 1
-        moment = rng.random() * 2.0
+        # As many steps as leave some for the kills to come; near the end a kill comes before any new step is done.
+        share = (steps - before) / max(kills - len(ends), 1)
+        wanted = before + rng.randrange(0, int(1.5 * share) + 1) if len(ends) < kills else steps + 1
+        moment, sent_at = rng.random() * 2.0, None
         while process.poll() is None:
             done = steps_done(folder)
-            if done > before and len(recovery) < len(ends):
-                recovery.append(time.monotonic() - started)
-            if done >= wanted and killed_at is None and time.monotonic() - started > 2.0:
+            if done > before and killed_at is not None:
+                recovery.append(time.monotonic() - killed_at)
+                killed_at = None
+            if done >= wanted and sent_at is None and time.monotonic() - started > 2.0:
                 time.sleep(moment)
-                number = (signal.SIGKILL, signal.SIGTERM)[sent % 2]
-                process.send_signal(number)
-                sent, killed_at = sent + 1, time.monotonic()
+                process.send_signal((signal.SIGKILL, signal.SIGTERM)[len(ends) % 2])
+                sent_at = time.monotonic()
             time.sleep(0.02)
         status = process.returncode
         if status == 0:
             break
-        if killed_at is None or status not in (-signal.SIGKILL, -signal.SIGTERM, PREEMPTED):
-            raise SystemExit(f"a start ended with {status} by itself: see {folder.parent}/{folder.name}.log")
-        ends.append((sent % 2, status, time.monotonic() - killed_at))
+        if sent_at is None or status not in (-signal.SIGKILL, -signal.SIGTERM, PREEMPTED):
+            raise SystemExit(f"a start ended with {status} by itself: see {log_of(folder)}")
+        ends.append((status, time.monotonic() - sent_at))
+        killed_at = sent_at
     return {
         "seconds": time.monotonic() - began,
-        "kills": sent,
+        "kills": len(ends),
         "recovery": recovery,
-        "term_seconds": [s for _, status, s in ends if status == PREEMPTED],
-        "term_early": sum(status == -signal.SIGTERM for _, status, _ in ends),
+        "term_seconds": [s for status, s in ends if status == PREEMPTED],
+        "term_early": sum(status == -signal.SIGTERM for status, _ in ends),
     }
+
+
+def damages_found(folder: Path, seed: int) -> dict[str, int]:
+    """How many of `DAMAGES` faults in the run's last checkpoint are found before its use, by kind."""
+    from envace_jax.learning.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(folder / "checkpoints", say=lambda _: None)
+    step, rng = checkpoints.latest(), random.Random(seed)
+    inside = sorted((folder / "checkpoints").glob(f"step_{step:08d}/**/*"))
+    files = [p for p in inside if p.is_file() and p.stat().st_size]
+    files.append(folder / "checkpoints" / f"step_{step:08d}.sha256")
+    found = dict.fromkeys(("flips", "cuts", "deletions"), 0)
+    for n in range(DAMAGES):
+        kind, path = ("flips", "flips", "cuts", "deletions")[n % 4], rng.choice(files)
+        data = path.read_bytes()
+        at = rng.randrange(len(data))
+        if kind == "deletions":
+            path.unlink()
+        elif kind == "cuts":
+            path.write_bytes(data[:at])
+        else:
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+        found[kind] += checkpoints.latest() != step
+        path.write_bytes(data)
+    if checkpoints.latest() != step:
+        raise SystemExit(f"{folder}: a checkpoint that was given its files back is not whole")
+    return found
+
+
+def stalled(folder: Path) -> dict[str, Any]:
+    """Two processes as one run; one is stopped once steps are done: how long until the other has named it and ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together = {"ENVACE_COORDINATOR": f"127.0.0.1:{port}", "ENVACE_PROCESSES": "2"}
+    changes = {"learning.steps": 10_000, "mesh.fsdp": 2, "mesh.hang_timeout": HANG_TIMEOUT}
+    team = [start(folder, together | {"ENVACE_PROCESS": str(i)}, **changes) for i in range(2)]
+    try:
+        while steps_done(folder) < 2:
+            if any(process.poll() is not None for process in team):
+                raise SystemExit(f"a process of two ended by itself: see {log_of(folder)}")
+            time.sleep(0.05)
+        team[1].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        status = team[0].wait(600)
+        return {
+            "seconds": time.monotonic() - began,
+            "named": status == LOST and "process 1 on" in log_of(folder).read_text(errors="replace"),
+        }
+    finally:
+        for process in team:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def same_parameters(one: Path, two: Path, step: int) -> bool:
@@ -185,7 +254,13 @@ def save_seconds(folder: Path, saves: int = 20) -> dict[str, float]:
     return {"held": statistics.median(held[1:]), "whole": statistics.median(whole[1:])}
 
 
+def yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
 def main() -> None:
+    from envace_jax.config import default_config
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
@@ -204,24 +279,60 @@ def main() -> None:
     own = next(t for step, t in sorted(a["done_at"].items()) if step >= args.steps)
     saves = save_seconds(alone)
     lost = max(0.0, k["seconds"] - own) / max(k["kills"], 1)
-    recovery = sorted(k["recovery"]) or [float("nan")]
+    recovery, term = sorted(k["recovery"]) or [float("nan")], sorted(k["term_seconds"]) or [float("nan")]
+    usual = statistics.median(recovery)
+    interval = default_config().checkpoint.every
+    found, stall = damages_found(alone, args.seed), stalled(args.out.absolute() / "two")
     rows = [
-        ("kills survived, by the same command", f"{k['kills']} of {args.kills}"),
-        ("parameters and moments equal the undisturbed run's, bit for bit", same_parameters(alone, killed, args.steps)),
-        ("each step once in the metrics, same losses", same_records(alone, killed, args.steps)),
-        ("start to next new step, median / worst", f"{statistics.median(recovery):.1f} s / {recovery[-1]:.1f} s"),
-        ("lost by a kill, on average", f"{lost:.1f} s"),
-        ("goodput with these kills", f"{own / k['seconds']:.0%}"),
-        ("goodput with one kill every 120 s, from that", f"{120 / (120 + lost):.0%}"),
-        ("SIGTERM to saved and out, worst", f"{max(k['term_seconds'], default=float('nan')):.1f} s"),
-        ("SIGTERM before the run could save (nothing new to lose)", k["term_early"]),
-        ("a save holds training up / is whole after", f"{saves['held'] * 1e3:.0f} ms / {saves['whole'] * 1e3:.0f} ms"),
-        (f"memory over {args.soak} steps, second to last quarter", f"{a['rss_early']:.0f} to {a['rss_late']:.0f} MiB"),
-        ("threads, open files, second to last quarter", f"{a['threads']}, {a['files']}"),
-        ("programs compiled after the second step", int(a["compilations"])),
-        ("a step, median", f"{a['step_seconds']:.2f} s"),
+        ("kills survived, by the same command", "all", f"{k['kills']} of {args.kills}"),
+        (
+            "parameters and moments equal the undisturbed run's, bit for bit",
+            "yes",
+            yes(same_parameters(alone, killed, args.steps)),
+        ),
+        ("each step once in the metrics, same losses", "yes", yes(same_records(alone, killed, args.steps))),
+        ("kill to next new step, median / worst", "10 s", f"{usual:.1f} s / {recovery[-1]:.1f} s"),
+        ("lost by a kill, on average, with these checkpoints", "", f"{lost:.1f} s"),
+        (
+            f"lost by a kill at the default interval of {interval} steps: half of it and the recovery",
+            "5 min",
+            f"{interval / 2 * a['step_seconds'] + usual:.0f} s",
+        ),
+        ("goodput with these kills", "", f"{own / k['seconds']:.0%}"),
+        ("goodput with one kill every 120 s, from that", "85%", f"{120 / (120 + lost):.0%}"),
+        (
+            f"SIGTERM to committed and out with status {PREEMPTED}, median / worst",
+            "10 s",
+            f"{statistics.median(term):.1f} s / {term[-1]:.1f} s of {len(k['term_seconds'])}",
+        ),
+        ("SIGTERM before the run could save (nothing new to lose)", "", k["term_early"]),
+        ("a save holds training up", "50 ms", f"{saves['held'] * 1e3:.0f} ms"),
+        ("a save is whole and compared after", "", f"{saves['whole'] * 1e3:.0f} ms"),
+        (
+            "faults in a checkpoint found: flips, cuts, deletions",
+            f"{DAMAGES} of {DAMAGES}",
+            f"{sum(found.values())} of {DAMAGES}: {', '.join(str(n) for n in found.values())}",
+        ),
+        (
+            f"a stopped process of two is named (mesh.hang_timeout={HANG_TIMEOUT:.0f})",
+            "30 s",
+            f"{stall['seconds']:.1f} s" if stall["named"] else "no",
+        ),
+        (
+            f"memory over {args.soak} steps, second to last quarter",
+            "+5%",
+            f"{a['rss_early']:.0f} to {a['rss_late']:.0f} MiB ({a['rss_late'] / a['rss_early'] - 1:+.1%})",
+        ),
+        (
+            "threads, open files, second to last quarter",
+            "flat",
+            f"{' to '.join(map(str, a['threads']))}, {' to '.join(map(str, a['files']))}",
+        ),
+        ("programs compiled after the second step", "0", int(a["compilations"])),
+        ("a step, median", "", f"{a['step_seconds']:.2f} s"),
     ]
-    text = "\n".join(["| what | result |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    table = (f"| {name} | {target} | {value} |" for name, target, value in rows)
+    text = "\n".join(["| what | target | result |", "|---|---|---|", *table])
     (args.out / "table.md").write_text(text + "\n")
     print(text)
 
