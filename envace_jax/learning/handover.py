@@ -27,16 +27,21 @@ def local_mesh(mesh: Mesh) -> Mesh:
 
     Raises `UserError` where `tensor` and `expert` reach over processes: an engine's devices are one process's.
     """
-    own = mesh.local_devices
-    tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
-    rows = mesh.devices.reshape(-1, tensor, expert)
-    mine = [row for row in rows if {d.process_index for d in row.flat} == {jax.process_index()}]
-    if len(mine) * tensor * expert != len(own):
+    mine = own_rows(mesh.devices, jax.process_index())
+    return Mesh(mine[None], MESH_AXES, axis_types=(AxisType.Explicit,) * 4)
+
+
+def own_rows(grid: np.ndarray, process: int) -> np.ndarray:
+    """A process's devices as [row, tensor, expert], of a grid [replica, fsdp, tensor, expert]; `UserError` as above."""
+    tensor, expert = grid.shape[2:]
+    own = sum(d.process_index == process for d in grid.flat)
+    mine = [row for row in grid.reshape(-1, tensor, expert) if {d.process_index for d in row.flat} == {process}]
+    if len(mine) * tensor * expert != own:
         raise UserError(
-            f"mesh.tensor={tensor} and mesh.expert={expert} reach over processes of {len(own)} devices: an engine "
-            f"lies in one process, so their product must divide {len(own)}"
+            f"mesh.tensor={tensor} and mesh.expert={expert} reach over processes of {own} devices: an engine "
+            f"lies in one process, so their product must divide {own}"
         )
-    return Mesh(np.stack(mine)[None], MESH_AXES, axis_types=(AxisType.Explicit,) * 4)
+    return np.stack(mine)
 
 
 class HandOver:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from envace_jax.config import UserError
+from envace_jax.model.device_grid import device_grid
 
 MESH_AXES = ("replica", "fsdp", "tensor", "expert")
 Axis = str | tuple[str, ...] | None
@@ -110,9 +110,7 @@ def make_mesh(
     devices, types = devices[:want], (AxisType.Explicit,) * 4
     if devices[0].platform != "tpu":
         return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
-    # A logical axis may take a part of a physical one: 32 x 4 on a torus of 8 x 16.
-    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(grid, MESH_AXES, axis_types=types)
+    return Mesh(device_grid(shape, devices), MESH_AXES, axis_types=types)
 
 
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
