@@ -56,3 +56,10 @@ secret_exports() {
   done
   return 0
 }
+
+# git_state prints the commit and how many files differ from it, for a copy without .git (envace_jax reads .commit).
+git_state() {
+  command -v git >/dev/null 2>&1 || return 0
+  git -C "$ROOT" rev-parse HEAD 2>/dev/null || return 0
+  git -C "$ROOT" status --porcelain | wc -l
+}

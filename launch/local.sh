@@ -48,7 +48,8 @@ fi
 
 pids=()
 stop() {
-  for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
+  local one
+  for one in ${pids[@]+"${pids[@]}"}; do kill "$one" 2>/dev/null || true; done
 }
 trap stop INT TERM
 for ((i = 1; i < n; i++)); do
@@ -58,14 +59,23 @@ done
 ENVACE_PROCESS=0 "$python" -m envace_jax "$@" &
 pids+=($!)
 
+# By polling: a signal ends `wait`, and not the process that is waited for.
 status=0
-for ((left = n; left > 0; left--)); do
-  code=0
-  wait -n "${pids[@]}" || code=$?
-  if [ "$code" != 0 ] && [ "$status" = 0 ]; then
-    status="$code"
-    stop
-  fi
+while [ ${#pids[@]} -gt 0 ]; do
+  alive=() failed=no
+  for pid in "${pids[@]}"; do
+    if kill -0 "$pid" 2>/dev/null; then
+      alive+=("$pid")
+      continue
+    fi
+    code=0
+    wait "$pid" || code=$?
+    [ "$status" != 0 ] || status="$code"
+    case "$code" in 0 | 75) ;; *) failed=yes ;; esac # 75: told to stop, as the others are
+  done
+  pids=(${alive[@]+"${alive[@]}"})
+  [ "$failed" = no ] || stop
+  [ ${#pids[@]} = 0 ] || sleep 0.2
 done
 [ "$status" = 0 ] || echo "a process ended with status $status; logs: $logs" >&2
 exit "$status"

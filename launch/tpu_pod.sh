@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A run on a Cloud TPU pod slice: queued resource, install on all workers, start, follow, collect. Safe to run again:
 # what exists is reused, and the run resumes from its last checkpoint.
-#   PROJECT=my-project ZONE=us-east5-b TPU=my-tpu TYPE=v6e-64 BUCKET=gs://my-bucket \
+#   PROJECT=my-project ZONE=us-east5-b TPU=my-tpu TYPE=v6e-32 BUCKET=gs://my-bucket \
 #     launch/tpu_pod.sh {up|install|start|follow|collect|down|all} [--dry_run] [-- train --config configs/qwen3_8b_v6e.py]
-# RUNTIME (default v2-alpha-tpuv6e), SPOT=yes and RUN_NAME (default envace) are optional. Secrets (OPENAI_API_KEY, HF_TOKEN,
+# RUNTIME (default: the one of TYPE), SPOT=yes and RUN_NAME (default envace) are optional. Secrets (OPENAI_API_KEY, HF_TOKEN,
 # WANDB_API_KEY) are taken from the environment and written to a file on the workers that only the user reads.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -25,7 +25,14 @@ while [ $# -gt 0 ]; do
 done
 command=("$@")
 require_env PROJECT ZONE TPU TYPE
-RUNTIME="${RUNTIME:-v2-alpha-tpuv6e}"
+if [ -z "${RUNTIME:-}" ]; then
+  case "$TYPE" in
+    v5litepod-*) RUNTIME=v2-alpha-tpuv5-lite ;;
+    v5p-*) RUNTIME=v2-alpha-tpuv5 ;;
+    v6e-*) RUNTIME=v2-alpha-tpuv6e ;;
+    *) die "TYPE=$TYPE: expected v5litepod-N (chips), v5p-N (cores, two a chip) or v6e-N (chips), or set RUNTIME too" ;;
+  esac
+fi
 RUN_NAME="${RUN_NAME:-envace}"
 need gcloud tar
 
@@ -58,18 +65,30 @@ up() {
 }
 
 install() {
-  local archive secrets
-  archive="$(mktemp)"
-  secrets="$(mktemp)"
-  chmod 600 "$secrets"
-  run tar -C "$ROOT" --exclude=.git --exclude=.venv --exclude=.venv312 --exclude=.cache --exclude=runs -czf "$archive" .
-  secret_exports >"$secrets"
-  tpu scp "$archive" "$TPU:envace.tar.gz" --worker=all
-  tpu scp "$secrets" "$TPU:.envace-secrets" --worker=all
-  rm -f "$archive" "$secrets"
-  on_workers "chmod 600 .envace-secrets && mkdir -p envace && tar -xzf envace.tar.gz -C envace && cd envace &&
-    { [ -x .venv/bin/python ] || python3 -m venv .venv; } &&
-    .venv/bin/pip install -q -e '.[tpu]' && .venv/bin/pip install -q --no-deps -r launch/requirements-no-deps.txt"
+  folder="$(mktemp -d)"
+  trap 'rm -rf "$folder"' EXIT
+  run tar -C "$ROOT" --exclude=.git --exclude=.venv --exclude=.venv312 --exclude=.cache --exclude='.*_cache' \
+    --exclude=__pycache__ --exclude=.clients --exclude=runs -czf "$folder/envace.tar.gz" .
+  (umask 077 && secret_exports >"$folder/secrets")
+  git_state >"$folder/commit"
+  tpu scp "$folder/envace.tar.gz" "$TPU:envace.tar.gz" --worker=all
+  tpu scp "$folder/secrets" "$TPU:.envace-secrets" --worker=all
+  tpu scp "$folder/commit" "$TPU:.envace-commit" --worker=all
+  # The workers' own Python is too old on Ubuntu 22.04; uv brings one that needs no root.
+  on_workers "set -e; chmod 600 .envace-secrets; mkdir -p envace; tar -xzf envace.tar.gz -C envace; cd envace
+    mv ../.envace-commit .commit
+    if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      python=\$(command -v python3.11 || command -v python3.12 || true)
+      if [ -z \"\$python\" ]; then
+        python3 -m pip install -q --user uv
+        python3 -m uv python install -q 3.11
+        python=\$(python3 -m uv python find 3.11)
+      fi
+      rm -rf .venv
+      \"\$python\" -m venv .venv
+    fi
+    .venv/bin/pip install -q -e '.[tpu]'
+    .venv/bin/pip install -q --no-deps -r launch/requirements-no-deps.txt"
 }
 
 start() {
