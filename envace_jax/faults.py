@@ -1,4 +1,4 @@
-"""One seam for faults of the disk: a test makes the n-th operation fail, a run never does.
+"""Files that are whole or not there, and one seam for faults of the disk: a test makes the n-th operation fail.
 
 Whatever writes something that has to be whole says before each operation what it is about to do; outside `failing`
 that is one comparison.
@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 OPERATIONS = ("open", "write", "fsync", "rename")
 _armed: list[Fault] = []
@@ -31,6 +32,20 @@ def point(operation: str) -> None:
     """Says that `operation` comes next."""
     if _armed:
         _armed[-1].step(operation)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a small file through a second name: a reader finds what stood there before, or all of `text`."""
+    part = path.with_name(path.name + ".tmp")
+    point("open")
+    with part.open("wb") as file:
+        point("write")
+        file.write(text.encode())
+        file.flush()
+        point("fsync")
+        os.fsync(file.fileno())
+    point("rename")
+    os.replace(part, path)
 
 
 @contextlib.contextmanager

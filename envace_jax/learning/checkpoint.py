@@ -25,7 +25,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from envace_jax.config import UserError
-from envace_jax.faults import point
+from envace_jax.faults import point, write_whole
 from envace_jax.learning import readback
 from envace_jax.learning.bucket import place
 from envace_jax.model.safetensors_io import sha256_file
@@ -63,16 +63,7 @@ def write_text(path: Any, text: str) -> None:
     if "://" in os.fspath(path):
         path.write_bytes(text.encode())  # in a bucket an object is there whole or not at all
         return
-    temporary = path.with_suffix(".tmp")
-    point("open")
-    with temporary.open("wb") as file:
-        point("write")
-        file.write(text.encode())
-        file.flush()
-        point("fsync")
-        os.fsync(file.fileno())
-    point("rename")
-    os.replace(temporary, path)
+    write_whole(path, text)
     _sync_folder(path.parent)
 
 
@@ -138,6 +129,7 @@ class Checkpoints:
         self._saver: ocp.AsyncCheckpointer | None = None
         self._after: threading.Thread | None = None
         self._failed: BaseException | None = None
+        self._found: int | None = None  # the step that `latest` or `best` has just found whole
 
     # Saving
 
@@ -155,7 +147,7 @@ class Checkpoints:
         self.wait()
         if self.problem(step) is None:
             return
-        path = self._path(step)
+        path, self._found = self._path(step), None
         if self._main and path.exists():
             _remove(path)  # left without a manifest by a killed process
         saver = self._checkpointer()
@@ -244,6 +236,7 @@ class Checkpoints:
         for step in reversed(self._steps()):
             problem = self.problem(step)
             if problem is None:
+                self._found = step
                 return step
             self.say(f"checkpoint {self._path(step)} is not used: {problem}")
         return None
@@ -264,12 +257,21 @@ class Checkpoints:
             raise UserError(f"{self.folder}: no step there was scored; checkpoint.best names the metric of a run")
         if (problem := self.problem(found["step"])) is not None:
             raise UserError(f"checkpoint {self._path(found['step'])}, the best: {problem}")
-        return int(found["step"])
+        self._found = int(found["step"])
+        return self._found
 
-    def clean_up(self) -> None:
-        """Makes the newest whole step the newest of all: unfinished saves go, damaged ones are set aside by name."""
-        if not (self._main and self.folder.is_dir()):
+    def _demand(self, step: int) -> None:
+        """Raises `UserError` where a step cannot be read; one that has just been found whole is not hashed again."""
+        if step == self._found and self._manifest(step).exists():
             return
+        if (problem := self.problem(step)) is not None:
+            raise UserError(f"checkpoint {self._path(step)}: {problem}")
+
+    def clean_up(self) -> int | None:
+        """Makes the newest whole step the newest of all, and returns it: unfinished saves go, damaged ones are put
+        aside by name.  Process 0 alone does it."""
+        if not (self._main and self.folder.is_dir()):
+            return None
         newest = self.latest()
         for path in list(self.folder.iterdir()):
             name, _, rest = path.name.partition(".")
@@ -286,13 +288,13 @@ class Checkpoints:
                 if aside.is_dir():
                     _remove(aside)
                 path.replace(aside)
+        return newest
 
     # Restoring
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """The JSON data of a whole step."""
-        if (problem := self.problem(step)) is not None:
-            raise UserError(f"checkpoint {self._path(step)}: {problem}")
+        self._demand(step)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler("meta")) as reader:
             return dict(reader.restore(self._path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
 
@@ -302,8 +304,7 @@ class Checkpoints:
         partial: `like` may name a part of what was saved (the parameters without the optimizer).  Raises `UserError`
         when the step is not whole or does not hold what `like` asks for.
         """
-        if (problem := self.problem(step)) is not None:
-            raise UserError(f"checkpoint {self._path(step)}: {problem}")
+        self._demand(step)
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         arguments = ocp.checkpoint_utils.construct_restore_args(like)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler("state")) as reader:

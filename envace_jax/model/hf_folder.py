@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from envace_jax.config import UserError
+from envace_jax.faults import point, write_whole
 from envace_jax.model import safetensors_io as st
 
 INDEX = "model.safetensors.index.json"
@@ -82,7 +83,7 @@ def write_folder(
             progress(done, total, "found whole")
             continue
         digests[name] = st.write_file(staging / name, file, produce, advance)
-        _write_text(staging / JOURNAL, json.dumps({"source": source_id, "plan": plan, "files": digests}))
+        write_whole(staging / JOURNAL, json.dumps({"source": source_id, "plan": plan, "files": digests}))
     weight_map = {tensor.name: name for name, file in zip(names, files) for tensor in file}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     small = dict(texts)
@@ -98,9 +99,9 @@ def write_folder(
     if config is not None and "generation_config.json" not in digests.keys() | texts.keys():
         small["generation_config.json"] = json.dumps(_generation_config(config), indent=2) + "\n"
     for name, text in small.items():
-        _write_text(staging / name, text)
+        write_whole(staging / name, text)
         digests[name] = st.sha256_file(staging / name)
-    _write_text(staging / CHECKSUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+    write_whole(staging / CHECKSUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
     (staging / JOURNAL).unlink(missing_ok=True)
     verify_folder(staging, progress=progress)
     for name, planned in zip(names, plan):
@@ -143,22 +144,20 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in keys if config.get(key) is not None} | {"do_sample": True}
 
 
-def _write_text(path: Path, text: str) -> None:
-    # Through a second name, so that a reader (or a resumed run) sees the old text or the new one.
-    part = path.with_name(path.name + ".tmp")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
 def _publish(staging: Path, folder: Path) -> None:
     old = folder.with_name(folder.name + ".old")
-    if folder.exists():
+    replaced = folder.exists()
+    if replaced:
         shutil.rmtree(old, ignore_errors=True)
+        point("rename")
         os.replace(folder, old)
-    os.replace(staging, folder)
+    try:
+        point("rename")
+        os.replace(staging, folder)
+    except OSError:
+        if replaced:
+            os.replace(old, folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

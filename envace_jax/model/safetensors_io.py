@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from envace_jax.config import UserError
+from envace_jax.faults import point
 
 # The limit of the reference implementation; a real header of 235B parameters is about 4 MB.
 MAX_HEADER_BYTES = 100_000_000
@@ -182,8 +183,10 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data is aligned to 8 bytes, as the format asks
     digest = hashlib.sha256()
+    point("open")
     with path.open("wb") as file:
         for piece in (struct.pack("<Q", len(text)), text):
+            point("write")
             file.write(piece)
             digest.update(piece)
         for spec in specs:
@@ -191,11 +194,13 @@ def write_file(
             if value.shape != spec.shape:
                 raise ValueError(f"{spec.name}: produced shape {value.shape}, announced {spec.shape}")
             view = value.reshape(-1).view(np.uint8).data
+            point("write")
             file.write(view)
             digest.update(view)
             if on_tensor is not None:
                 on_tensor(spec)
         file.flush()
+        point("fsync")
         os.fsync(file.fileno())
     return digest.hexdigest()
 

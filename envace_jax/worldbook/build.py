@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.traces import TraceEpisode, TraceReport, read_traces
+from envace_jax.faults import write_whole
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook import records as R
 from envace_jax.worldbook.brief import clip
@@ -88,7 +88,7 @@ class Stages:
             log(f"{folder}: left by a build with other settings: starting anew")
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        marker.write_text(config_digest)
+        write_whole(marker, config_digest)
 
     def run(self, name: str, inputs: Any, compute: Callable[[], Any]) -> Any:
         """The JSON output of a stage, from its file if that is whole and of the same inputs."""
@@ -104,9 +104,7 @@ class Stages:
                 self.log(f"{name}: earlier output is not whole: running again")
         output = compute()
         body = {"inputs": digest, "sha256": _sha(output), "output": output}
-        partial = file.with_suffix(".partial")
-        partial.write_text(canonical_json(body), encoding="utf-8")
-        os.replace(partial, file)
+        write_whole(file, canonical_json(body))
         return output
 
 

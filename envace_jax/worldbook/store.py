@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envace_jax.config import UserError
+from envace_jax.faults import point, write_whole
 from envace_jax.json_files import parse, read_json
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook import records as R
@@ -198,12 +199,15 @@ def save_worldbook(book: Worldbook, path: str | Path) -> Path:
         target = staging / name
         target.parent.mkdir(parents=True, exist_ok=True)
         sha = hashlib.sha256()
+        point("open")
         with target.open("wb") as file:
             for chunk in chunks:
                 data = chunk.encode("utf-8")
                 sha.update(data)
+                point("write")
                 file.write(data)
             file.flush()
+            point("fsync")
             os.fsync(file.fileno())
         files[name] = sha.hexdigest()
 
@@ -228,7 +232,8 @@ def save_worldbook(book: Worldbook, path: str | Path) -> Path:
         "counts": {f.name: len(getattr(book, f.name)) for f in fields(book) if f.name not in _TEXT_FIELDS},
         "files": dict(sorted(files.items())),
     }
-    (staging / "manifest.json").write_text(_pretty(manifest), encoding="utf-8")
+    write_whole(staging / "manifest.json", _pretty(manifest))
+    point("rename")
     os.replace(staging, path)
     return path
 

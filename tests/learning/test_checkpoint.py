@@ -128,6 +128,20 @@ def test_falls_back_to_the_last_whole_step_and_says_so(saved, tmp_path):
     assert checkpoints.latest() is None and "manifest is missing" in said[-1]
 
 
+def test_a_restart_hashes_a_checkpoint_once(saved, monkeypatch):
+    import envace_jax.learning.checkpoint as module
+
+    real, hashed = module.sha256_file, []
+    monkeypatch.setattr(module, "sha256_file", lambda path: hashed.append(path) or real(path))
+    checkpoints = Checkpoints(saved)
+    step = checkpoints.clean_up()
+    assert checkpoints.read_meta(step)["step"] == step == 3
+    equal(checkpoints.restore(step, state(0)), state(3))
+    assert len(hashed) == len(set(hashed)) > 5
+    checkpoints.restore(2, state(0))  # another one is looked at before it is read
+    assert len(hashed) == len(set(hashed)) and any("step_00000002" in str(path) for path in hashed)
+
+
 def test_clean_up_sets_damaged_steps_aside(saved, tmp_path):
     folder = copy(saved, tmp_path)
     (folder / "step_00000003" / "commit_success.txt").write_text("?")
