@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.faults import point
+from envace_jax.learning.metrics import clean
 from envace_jax.planning.chips import CHIPS
 from envace_jax.planning.formulas import causal_pairs, forward_flops, train_flops
 
@@ -100,7 +103,52 @@ def memory() -> dict[str, float]:
     return out
 
 
-def reproduce_page(values: Mapping[str, Any], starts: Sequence[Mapping[str, Any]], mesh: str) -> str:
+class CompileLog:
+    """`compile.jsonl`: every program that a start compiled, by its owner, with its seconds, after so many steps."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._written: dict[str, int] = {}
+
+    def note(self, step: int, compiled: Mapping[str, Sequence[tuple[str, float]]]) -> None:
+        """Appends what is new. `compiled`: (program, seconds) by owner, in the order in which they were compiled."""
+        lines = []
+        for owner, programs in compiled.items():
+            for name, seconds in programs[self._written.get(owner, 0) :]:
+                lines.append(json.dumps({"step": step, "owner": owner, "program": name, "seconds": round(seconds, 3)}))
+            self._written[owner] = len(programs)
+        if lines:
+            point("write")
+            with self.path.open("a") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+
+
+def telling(trajectories: Sequence[Any]) -> dict[str, Any]:
+    """The best and the worst trajectory of the first group with spread; without one the first trajectory alone."""
+    for group in dict.fromkeys(t.group for t in trajectories):
+        scored = [t for t in trajectories if t.group == group and t.reward is not None]
+        if len({t.reward for t in scored}) > 1:
+            return {"best": max(scored, key=lambda t: t.reward), "worst": min(scored, key=lambda t: t.reward)}
+    return {"first": trajectories[0]} if trajectories else {}
+
+
+def trajectory_text(trajectory: Any, limit: int = 20_000) -> str:
+    """A trajectory for TensorBoard, at most `limit` characters: a block that Markdown leaves alone, without control
+    characters."""
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:.3f}"
+    parts = [f"task {trajectory.task_id}, member {trajectory.member}: reward {reward}, end {trajectory.end_reason}"]
+    for turn in trajectory.transcript:
+        parts += ["[user]", turn.user]
+        for step in turn.steps:
+            parts += ["[act]", step.output.raw]
+            for observation in step.observations:
+                parts += [f"[{observation.error_code or observation.source}]", observation.text]
+    text = "\n".join(parts)
+    lines = [f"    {clean(line, limit)}" for line in text[:limit].split("\n")]
+    return "\n".join(lines + ["    …"] * (len(text) > limit))
+
+
+def reproduce_page(values: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> str:
     """`REPRODUCE.md`: the command, where the code stood, versions, devices, and every value of the configuration."""
     first = starts[0]
     git, command = first["git"], first["command"]
@@ -120,7 +168,7 @@ def reproduce_page(values: Mapping[str, Any], starts: Sequence[Mapping[str, Any]
         f"- Python {first['python']}, " + ", ".join(f"{name} {version}" for name, version in first["packages"].items()),
         f"- {first['device_count']} devices ({', '.join(first['devices'])}) of {first['processes']} process(es), "
         f"{first['platform']}",
-        f"- mesh: {mesh}",
+        f"- mesh: {starts[-1]['mesh']}",
         f"- seed {values['seed']}; the data's fingerprint is in `data.json`",
         "",
         "On one machine with the same devices and versions the parameters come out bit for bit; other devices, "
@@ -128,10 +176,12 @@ def reproduce_page(values: Mapping[str, Any], starts: Sequence[Mapping[str, Any]
         "",
         "## Starts",
         "",
-        "| time | processes | devices | commit |",
-        "|---|---|---|---|",
+        "| time | hosts | processes | devices | mesh | commit |",
+        "|---|---|---|---|---|---|",
     ]
-    lines += [f"| {s['time']} | {s['processes']} | {s['device_count']} | {s['git']['commit'][:12]} |" for s in starts]
+    for s in starts:
+        hosts, mesh, commit = ", ".join(s.get("hosts", ())), _cell(s.get("mesh", "")), s["git"]["commit"][:12]
+        lines.append(f"| {s['time']} | {hosts} | {s['processes']} | {s['device_count']} | {mesh} | {commit} |")
     lines += ["", "## Configuration", "", "| key | value |", "|---|---|"]
     lines += [f"| `{name}` | `{_cell(value)}` |" for name, value in values.items()]
     return "\n".join(lines) + "\n"

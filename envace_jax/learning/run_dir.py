@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from ml_collections import ConfigDict
 
 from envace_jax import json_files
-from envace_jax.config import UserError, flat
+from envace_jax.config import UserError, apply_preset, default_config, flat
 from envace_jax.distributed import Processes
-from envace_jax.faults import point
+from envace_jax.faults import write_whole
 from envace_jax.learning.bucket import anew, clear_place, pull
 
 T = TypeVar("T", dict[str, Any], list[Any])
@@ -31,6 +31,7 @@ T = TypeVar("T", dict[str, Any], list[Any])
 FREE = ("run_dir", "overwrite", "dry_run", "checkpoint.", "metrics.", "evaluation.", "mesh.") + (
     "profile_steps",
     "learning.require_checks",
+    "learning.max_bad_steps",
     "rewards.max_no_verdict_share",
     *(  # how a judge or simulator is reached, not what is asked of it
         f"{section}.{name}"
@@ -44,7 +45,7 @@ STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errn
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 OURS = (
     *("config.json", "start.json", "starts.json", "data.json", "REPRODUCE.md"),
-    *("metrics.jsonl", "metrics.prom", "trackers.json"),
+    *("metrics.jsonl", "metrics.prom", "trackers.json", "compile.jsonl"),
     *("trajectories.jsonl", "summary.json", "reward.png", "gap.png"),
 )
 OUR_FOLDERS = ("checkpoints", "tensorboard", "warmstart", "bad_steps", "profile", "no_verdict")
@@ -55,18 +56,43 @@ def config_values(cfg: ConfigDict) -> dict[str, Any]:
     return json.loads(json.dumps(dict(flat(cfg)), default=list))
 
 
-def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def default_values(cfg: ConfigDict) -> dict[str, Any]:
+    """What the configuration's keys are by default, under its preset."""
+    usual = default_config()
+    with usual.unlocked():
+        usual.preset = cfg.preset
+    return config_values(apply_preset(usual))
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any], usual: dict[str, Any]) -> list[str]:
     """Keys that make it another run, with both values.
 
     How many steps there are is free under a constant learning rate only: any other schedule falls by the steps' number.
+    A key that is younger than the run had what is now its default (`usual`).
     """
     constant = before.get("learning.schedule") == now.get("learning.schedule") == "constant"
     free = (*FREE, "learning.steps") if constant else FREE
+    then = usual | before
     return [
-        f"{name}: {before[name]!r} there, {now[name]!r} here"
-        for name in sorted(before.keys() & now.keys())
-        if not name.startswith(free) and before[name] != now[name]
+        f"{name}: {then[name]!r} there, {now[name]!r} here"
+        for name in sorted(now)
+        if not name.startswith(free) and then[name] != now[name]
     ]
+
+
+def younger_keys(before: dict[str, Any], now: dict[str, Any], folder: Path) -> list[str]:
+    """Keys that this version has and the run's did not; raises `UserError` for keys that only the run's version had.
+
+    What a key of the past did to the run cannot be done any more, unless it changed nothing of its results.
+    """
+    if gone := [name for name in sorted(before.keys() - now.keys()) if not name.startswith(FREE)]:
+        commit = read_json(folder / "start.json", {}).get("git", {}).get("commit", "")[:12]
+        raise UserError(
+            f"run_dir='{folder}' holds a run of another version of envace_jax: its {', '.join(gone)} are unknown here: "
+            f"go on with that version{f' (commit {commit})' if commit else ''}, name another run_dir (model.path "
+            "takes an export of its checkpoint), or start anew with --config.overwrite=true"
+        )
+    return sorted(now.keys() - before.keys())
 
 
 def read_json(path: Path, absent: T) -> T:
@@ -83,12 +109,25 @@ def read_json(path: Path, absent: T) -> T:
 
 
 def same_run(cfg: ConfigDict, path: Path) -> None:
-    """Raises `UserError` where a run with another configuration lies there (`path`: its config.json)."""
-    if changed := changed_keys(read_json(path, {}), config_values(cfg)):
+    """Raises `UserError` where a run with another configuration lies there (`path`: its config.json).
+
+    Keys that are younger than the run take their defaults; that is said, once: the file is written anew afterwards.
+    """
+    if not (before := read_json(path, {})):
+        return
+    now = config_values(cfg)
+    younger = younger_keys(before, now, path.parent)
+    if changed := changed_keys(before, now, default_values(cfg)):
         more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
         raise UserError(
             f"run_dir='{path.parent}' holds a run with another configuration: {'; '.join(changed[:3])}{more}; "
             "name another run_dir, or start anew with --config.overwrite=true"
+        )
+    if younger:
+        print(
+            f"run_dir='{path.parent}': the run was begun before there were {', '.join(younger)}: it goes on with their "
+            "defaults",
+            file=sys.stderr,
         )
 
 
@@ -155,18 +194,26 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def facts() -> dict[str, Any]:
-    """Versions, host, devices and git state at the start of a run."""
-    import jax
+def git_state(root: Path = Path(__file__).parents[2]) -> dict[str, Any]:
+    """Commit and number of changed files; in a copy without .git, what its launcher noted in `.commit`."""
 
     def git(*words: str) -> str:
         try:
-            done = subprocess.run(
-                ("git", *words), capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent
-            )
+            done = subprocess.run(("git", *words), capture_output=True, text=True, timeout=10, cwd=root)
         except (OSError, subprocess.TimeoutExpired):
             return ""
         return done.stdout.strip()
+
+    noted = root / ".commit"
+    if not (root / ".git").exists() and noted.exists():
+        commit, changed, *_ = [*noted.read_text().split(), "", "0"]
+        return {"commit": commit, "changed_files": int(changed or 0)}
+    return {"commit": git("rev-parse", "HEAD"), "changed_files": len(git("status", "--porcelain").splitlines())}
+
+
+def facts() -> dict[str, Any]:
+    """Versions, host, devices and git state at the start of a run."""
+    import jax
 
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -174,32 +221,24 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "platform": platform.platform(),
+        "host": socket.gethostname(),
         "processes": jax.process_count(),
         "devices": sorted({d.device_kind for d in jax.devices()}),
         "device_count": jax.device_count(),
-        "git": {"commit": git("rev-parse", "HEAD"), "changed_files": len(git("status", "--porcelain").splitlines())},
+        "git": git_state(),
     }
 
 
-def note_start(cfg: ConfigDict, folder: Path, mesh: str) -> None:
-    """Adds this start to `starts.json` and writes `REPRODUCE.md`."""
+def note_start(cfg: ConfigDict, folder: Path, mesh: str, hosts: Sequence[str]) -> None:
+    """Adds this start to `starts.json` and writes `REPRODUCE.md`. `hosts`: of the processes, in their order."""
     from envace_jax.learning.looking import reproduce_page
 
     path = folder / "starts.json"
-    starts = [*read_json(path, []), facts()]
+    starts = [*read_json(path, []), facts() | {"mesh": mesh, "hosts": list(hosts)}]
     write_json(path, starts)
-    (folder / "REPRODUCE.md").write_text(reproduce_page(config_values(cfg), starts, mesh))
+    (folder / "REPRODUCE.md").write_text(reproduce_page(config_values(cfg), starts))
 
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a small JSON file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    point("open")
-    with temporary.open("w") as file:
-        point("write")
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.flush()
-        point("fsync")
-        os.fsync(file.fileno())
-    point("rename")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(value, indent=1, sort_keys=True))

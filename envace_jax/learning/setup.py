@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.handover import HandOver, local_mesh
 from envace_jax.learning.interrupts import Interrupts
 from envace_jax.learning.learner import Learner, update_config
+from envace_jax.learning.looking import CompileLog
 from envace_jax.learning.metrics import Display, Metrics, NoSink, Sink
 from envace_jax.learning.overlap import Batch
 from envace_jax.learning.preflight import preflight
@@ -70,6 +72,7 @@ class Run:
     score: float | None = None  # of the last whole step, by the metric that `checkpoint.best` names
     processes: Processes = dataclasses.field(default_factory=Processes)
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
+    compile_log: CompileLog | None = None
 
     def mark(self) -> None:
         """Notes where everything stands after a whole step: what a checkpoint of this step holds."""
@@ -102,6 +105,12 @@ class Run:
             if self.processes.main:
                 push(self.cfg, self.folder)
         self.saved = self.step
+
+    def note_compilations(self) -> None:
+        """Writes down what has been compiled since the last call."""
+        if self.compile_log is not None:
+            learner = list(self.learners["policy"].update.compile_seconds.items())  # all learners share their programs
+            self.compile_log.note(self.step, {"learner": learner, "engine": getattr(self.engine, "compiles", ())})
 
     def settle(self) -> None:
         """Waits until the checkpoint under way is whole."""
@@ -207,12 +216,15 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             position=position,
             ahead=Batch.from_json(position["ahead"]) if position.get("ahead") else None,
             processes=processes,
+            compile_log=CompileLog(folder / "compile.jsonl") if processes.main else None,
         )
         fingerprint = run.data.get_state()["fingerprint"]
         sources = {"train": source_counts(train), "held_out": source_counts(held_out)}
+        hosts = processes.gather(socket.gethostname(), "the start")
         if processes.main:
             write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
-            note_start(cfg, folder, "one device" if mesh is None else str(dict(mesh.shape)))
+            note_start(cfg, folder, "one device" if mesh is None else str(dict(mesh.shape)), hosts)
+        run.note_compilations()
         run.mark()
         run.interrupts.told = processes.stopping
         try:
@@ -270,9 +282,10 @@ def restore(
 ) -> dict[str, Any]:
     """Puts the newest whole checkpoint into the learners; returns its position, empty for a new run."""
     processes = processes or Processes()
-    checkpoints.clean_up()
+    step = checkpoints.clean_up()
     processes.meet("restoring")  # process 0 has cleaned up
-    step = checkpoints.latest()
+    if not processes.main:
+        step = checkpoints.latest()
     if len(set(seen := processes.gather(step, "restoring"))) > 1:
         raise UserError(
             f"{checkpoints.folder}: the processes see different checkpoints (steps {seen}, by process); "

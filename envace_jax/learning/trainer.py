@@ -36,7 +36,15 @@ from envace_jax.learning.arms import Arm
 from envace_jax.learning.bucket import checkpoint_place
 from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.interrupts import Preempted
-from envace_jax.learning.looking import memory, peak_flops, profiled, profiling, utilisation
+from envace_jax.learning.looking import (
+    memory,
+    peak_flops,
+    profiled,
+    profiling,
+    telling,
+    trajectory_text,
+    utilisation,
+)
 from envace_jax.learning.metrics import Metrics, red_flags, trajectory_metrics
 from envace_jax.learning.overlap import Batch, playing_ahead, timed
 from envace_jax.learning.packing import TrainRow, train_rows
@@ -111,6 +119,7 @@ def train(run: Run, steps: range) -> int:
                 metrics |= evaluate(run, f"after step {run.step}")
                 run.interrupts.hold()
             run.sink.write(run.step, metrics)
+            run.note_compilations()
             run.pending, run.score = None, metrics.get(cfg.checkpoint.best)
             run.mark()
             if run.step == cfg.learning.steps or run.step % cfg.checkpoint.every == 0:
@@ -171,6 +180,8 @@ def train_step(run: Run) -> Metrics:
     if run.trajectories is not None:
         for trajectory in trajectories:
             run.trajectories.write(trajectory, step=step)
+        for name, trajectory in telling(trajectories).items():
+            run.sink.text(step + 1, f"trajectory/{name}", trajectory_text(trajectory))
     guard(run, metrics)
     metrics |= throughput(run, trajectories, timings, metrics)
     metrics["time/step"] = time.perf_counter() - started

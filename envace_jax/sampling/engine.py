@@ -240,6 +240,11 @@ class Engine:
         self._compiled_at_warm_up = self.run.n_compiled
         return lines
 
+    @property
+    def compiles(self) -> list[tuple[str, float]]:
+        """The programs that were compiled for this engine, in order, each with its seconds."""
+        return self.run.compiles
+
     def compiled_beside(self, compile: Callable[[], None]) -> None:
         """Compiles programs that others run over this engine; they count as part of its warm-up."""
         compile()

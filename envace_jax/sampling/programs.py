@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -366,8 +367,13 @@ class Programs:
         self.spec, self.options, self.shapes, self.stacked, self.mesh = spec, options, shapes, stacked, mesh
         self.record = record
         self.compiled: dict[tuple[Any, ...], Any] = {}
-        self.n_compiled = 0
+        self.compiles: list[tuple[str, float]] = []  # what was compiled here, with its seconds
         self._hand_over: dict[Any, Any] = {}
+
+    @property
+    def n_compiled(self) -> int:
+        """How many programs this engine compiled."""
+        return len(self.compiles)
 
     def active(self) -> contextlib.AbstractContextManager:
         """The mesh of this engine's devices, where it has one."""
@@ -409,10 +415,12 @@ class Programs:
             everywhere = (name, key, self.spec, self.options, self.shapes, self.record, _signature(args))
             program = _COMPILED.get(everywhere)
             if program is None:
+                started = time.monotonic()
                 with self.active():
                     program = jax.jit(function, donate_argnums=() if donate is None else donate).lower(*args).compile()
                 _COMPILED[everywhere] = program
-                self.n_compiled += 1
+                sizes = (str(size) for size in key if isinstance(size, int))
+                self.compiles.append(("/".join((name, *sizes)), time.monotonic() - started))
             self.compiled[name, *key] = program
         return program
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import types
 
 import pytest
 from learning_common import SPEC
 
 from envace_jax.config import UserError
-from envace_jax.learning.looking import memory, peak_flops, profiled, reproduce_page, utilisation
+from envace_jax.learning.looking import (
+    CompileLog,
+    memory,
+    peak_flops,
+    profiled,
+    reproduce_page,
+    telling,
+    trajectory_text,
+    utilisation,
+)
 from envace_jax.learning.trackers import Trackers
 from envace_jax.planning.formulas import causal_pairs, train_flops
+from envace_jax.text.transcript import AssistantOutput, Observation, Step, Turn
 
 
 class Recorder:
@@ -118,6 +129,42 @@ def test_utilisation_is_the_formulas():
     assert memory()["memory/host_gib"] > 0
 
 
+def test_every_program_is_logged_once(tmp_path):
+    log = CompileLog(tmp_path / "compile.jsonl")
+    log.note(0, {"learner": [("update/8/", 1.23456)], "engine": [("decode/4/64", 2.0)]})
+    log.note(1, {"learner": [("update/8/", 1.23456)], "engine": [("decode/4/64", 2.0), ("decode/4/64", 3.0)]})
+    log.note(2, {"engine": [("decode/4/64", 2.0), ("decode/4/64", 3.0)]})
+    lines = [json.loads(line) for line in (tmp_path / "compile.jsonl").read_text().splitlines()]
+    assert [(x["step"], x["owner"], x["program"], x["seconds"]) for x in lines] == [
+        (0, "learner", "update/8/", 1.235),
+        (0, "engine", "decode/4/64", 2.0),
+        (1, "engine", "decode/4/64", 3.0),
+    ]
+
+
+def played(group, reward, **more):
+    said = AssistantOutput(raw="<b>a</b>\n# b\x1b[2J", thinking=None, reply="", calls=())
+    step = Step(said, (Observation('{"x": 1}', "rehearsed"), Observation("no", "error", "UNKNOWN_TOOL")))
+    fields = dict(task_id="t", member=3, end_reason="done", transcript=(Turn("hello", (step,)),))
+    return types.SimpleNamespace(group=group, reward=reward, **(fields | more))
+
+
+def test_telling_trajectories():
+    batch = [played(0, 1.0), played(0, 1.0), played(1, None), played(1, 0.25), played(1, 0.75), played(1, 0.5)]
+    assert telling(batch) == {"best": batch[4], "worst": batch[3]}
+    assert telling(batch[:3]) == {"first": batch[0]} and telling([]) == {}
+
+
+def test_a_trajectory_as_text_is_a_block():
+    """Four spaces before every line: Markdown shows it as it is, whatever a model wrote."""
+    text = trajectory_text(played(0, 0.25))
+    want = ["task t, member 3: reward 0.250, end done", "[user]", "hello", "[act]", "<b>a</b>", "# b\ufffd[2J"]
+    want += ["[rehearsed]", '{"x": 1}', "[UNKNOWN_TOOL]", "no"]
+    assert text.split("\n") == [f"    {line}" for line in want]
+    long = trajectory_text(played(0, None), limit=50)
+    assert "reward none" in long and long.endswith("\n    …") and len(long) < 80
+
+
 def test_the_page_that_repeats_a_run():
     start = {
         "time": "2026-01-01",
@@ -130,7 +177,9 @@ def test_the_page_that_repeats_a_run():
         "device_count": 8,
         "git": {"commit": "0123456789abcdef", "changed_files": 2},
     }
-    page = reproduce_page({"seed": 3, "run_dir": "runs/x", "odd": "a|b"}, [start, start], "fsdp=8")
+    later = start | {"hosts": ["tpu-0", "tpu-1"], "mesh": "fsdp=8"}
+    page = reproduce_page({"seed": 3, "run_dir": "runs/x", "odd": "a|b"}, [start, later])
+    assert "| 2026-01-01 | tpu-0, tpu-1 | 2 | 8 | fsdp=8 | 0123456789ab |" in page
     assert "python -m envace_jax train --config configs/quickstart.py '--config.run_dir=a b'" in page
     assert "git checkout 0123456789abcdef" in page and "2 files differed" in page
     assert "| `odd` | `a\\|b` |" in page and page.count("| 2026-01-01 |") == 2 and "fsdp=8" in page

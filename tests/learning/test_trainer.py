@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -13,14 +14,16 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from learning_common import rewarded, tiny_config, toy_engine
+from learning_common import SPEC, rewarded, tiny_config, toy_engine
 
 from envace_jax.config import UserError
+from envace_jax.distributed import Processes
 from envace_jax.learning import setup, trainer
 from envace_jax.learning.advantage import output_advantages, role_advantages
 from envace_jax.learning.checkpoint import Checkpoints
@@ -261,6 +264,59 @@ def test_sampler_that_disagrees_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="sampler and learner disagree"):
         trainer.run_train(tiny_config(tmp_path / "run", **{"learning.max_probability_error": 1.1}))
     assert Checkpoints(tmp_path / "run" / "checkpoints").latest() is None
+
+
+def test_spikes_are_not_taken_their_batches_kept_and_the_run_stops(tmp_path):
+    """Every gradient is above the limit: after three steps the run stops, with the parameters that it began with."""
+    folder = tmp_path / "run"
+    options = {"learning.spike_limit": 1e-9, "learning.max_bad_steps": 3}
+    options |= {"learning.prompts_per_step": 4, "checkpoint.every": 1, "learning.steps": 5}
+    said = r"step {}: {} steps in a row .* learning.spike_limit=1e-09 \(learning.max_bad_steps\); .*bad_steps"
+    with pytest.raises(UserError, match=said.format(3, 3)):
+        trainer.run_train(tiny_config(folder, **options))
+    records = read_metrics(folder)
+    assert [(r["step"], r["skipped"], r["nonfinite"]) for r in records] == [(1, 1.0, 0.0), (2, 1.0, 0.0)]
+    assert all(r["grad_norm"] > 1e-9 for r in records)
+    step, position, state = final_state(folder)
+    held = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state["params"]))
+    assert (step, position["bad_steps"], position["initial"]["policy"]) == (2, 2, hashlib.sha256(held).hexdigest())
+    kept = sorted((folder / "bad_steps").iterdir())
+    assert [p.name for p in kept] == [f"step_{k:08d}_policy_0.npz" for k in (1, 2, 3)]
+    batch = np.load(kept[0])
+    assert batch["tokens"].shape == batch["advantages"].shape and np.abs(batch["advantages"]).max() > 0
+    # How many are borne may change when the run is taken up; the count goes on where it stood.
+    with pytest.raises(UserError, match=said.format(4, 4)):
+        trainer.run_train(tiny_config(folder, **options | {"learning.max_bad_steps": 4}))
+
+
+def test_a_run_can_be_looked_into(tmp_path):
+    """A profile of the step that was asked for, trajectories as text in TensorBoard, what was compiled."""
+    folder = tmp_path / "run"
+    options = {"profile_steps": "2", "metrics.tensorboard": True, "learning.steps": 2}
+    assert trainer.run_train(tiny_config(folder, **options)) == 0
+    assert [p.name for p in (folder / "profile").iterdir()] == ["step_00000002"]
+    assert list((folder / "profile").rglob("*.xplane.pb"))
+    board = b"".join(p.read_bytes() for p in (folder / "tensorboard").iterdir())
+    played = list(read_trajectories(folder / "trajectories.jsonl"))
+    assert b"trajectory/" in board and b"    [user]" in board
+    assert any(f"task {t.task_id}, member {t.member}".encode() in board for t in played)
+    compiled = [json.loads(line) for line in (folder / "compile.jsonl").read_text().splitlines()]
+    assert {(x["step"], x["owner"], x["program"].split("/")[0]) for x in compiled} == {(0, "learner", "update")}
+    assert all(x["seconds"] > 0 for x in compiled)
+
+
+def test_the_host_s_share_is_what_the_rollout_did_not_wait_for():
+    """Of 10 s the engine waited 4 for its device, of which 1 before this step."""
+    run = types.SimpleNamespace(
+        counted={"seconds_waiting": 1.0, "tokens_prefilled": 10.0},
+        processes=Processes(),
+        spec=SPEC,
+        learners={"policy": types.SimpleNamespace(update=types.SimpleNamespace(mesh=None))},
+    )
+    seconds = {"time/learn": 1.0, "time/rollout": 10.0}
+    assert trainer._busy(run, [], {"seconds_waiting": 4.0}, 0, seconds)["host_share"] == pytest.approx(0.7)
+    assert trainer._busy(run, [], {"seconds_waiting": 24.0}, 0, seconds)["host_share"] == 0.0
+    assert "host_share" not in trainer._busy(run, [], {}, 0, seconds)  # an engine that does not count
 
 
 def test_a_batch_without_verdicts_stops_the_run_and_is_kept(unbroken, tmp_path, monkeypatch):
