@@ -215,6 +215,33 @@ def test_one_of_two_dies(tmp_path, sign):
     assert [r["step"] for r in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.fixture(scope="module")
+def whole_team(tmp_path_factory):
+    """A run of two processes that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "team"
+    assert finish(start(folder, "mesh.fsdp=4")) == [0, 0], output(folder)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("victim", "place", "number"), [(1, "judge", 5), (1, "update", 3), (0, "save", 1)])
+def test_one_of_two_dies_and_the_end_is_the_same(whole_team, tmp_path, victim, place, number):
+    """Wherever one of two is killed (process 0 writes the manifests), the other ends too; the same command then ends
+    with the parameters of the unbroken run, bit for bit."""
+    folder = tmp_path / "run"
+    changes = ("mesh.fsdp=4", "mesh.hang_timeout=20")
+    status = finish(start(folder, *changes, f"die{victim}={place}:{number}:SIGKILL"))
+    assert status[victim] == -9 and status[1 - victim] != 0, output(folder)
+    assert finish(start(folder, *changes)) == [0, 0], output(folder)
+    step, state = parameters(folder)
+    want_step, want = parameters(whole_team)
+    assert step == want_step
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+    assert (folder / "trajectories.jsonl").read_bytes() == (whole_team / "trajectories.jsonl").read_bytes()
+    assert [r["step"] for r in read_metrics(folder)] == [1, 2, 3, 4]
+
+
 @pytest.mark.long
 def test_hung_process_is_named(tmp_path):
     """One of two is stopped (it neither dies nor answers): the other names it and ends."""
