@@ -6,6 +6,9 @@ Output lengths come from `lengths.json`.  A trajectory has prompts, turns and ca
 them (`Workload`).  The reference trains one row per output, each with all that its prompt held; a ledger row holds a
 conversation of one role once.  Counted are positions: a row of L ids costs L - 1.  Packing is the trainer's own
 (`envace_jax.learning.packing.best_fit`) into rows of four mean ledgers.
+
+`shared` is a formula, not a layout that the trainer has: positions per trajectory if what the members of a group begin
+with alike (ACT's first prompt, the head of every REHEARSE prompt) stood once for the group.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 from envace_jax.learning.packing import best_fit
 
 HERE = Path(__file__).parent
+GROUP = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +50,21 @@ class Rows:
     per_output: list[int]
     stateless: list[int]
     stream: list[int]
+    prompt: int  # what ACT's ledger begins with
+    head: int  # what every row of REHEARSE begins with
+
+    def shared(self, context: str, group: int) -> float:
+        """Positions of this trajectory's share of a group whose common beginnings stand once."""
+        lengths = getattr(self, context)
+        alone = sum(x - 1 for x in lengths)
+        return alone - self.prompt * (1 - 1 / group) - self.head * (len(lengths) - 1 - 1 / group)
 
 
 def trajectory(rng: np.random.Generator, lengths: dict[str, list[int]], w: Workload) -> Rows:
     def draw(bounds: tuple[int, int]) -> int:
         return int(rng.integers(*bounds, endpoint=True))
 
-    ledger = draw(w.prompt)
+    ledger = prompt_tokens = draw(w.prompt)
     head = draw(w.rehearse_head)
     history = 0
     stream = head
@@ -84,7 +96,7 @@ def trajectory(rng: np.random.Generator, lengths: dict[str, list[int]], w: Workl
         stream -= w.call_frame + answer
         per_output.pop()
         rehearse_rows.pop()
-    return Rows(per_output, [ledger, *rehearse_rows], [ledger, stream])
+    return Rows(per_output, [ledger, *rehearse_rows], [ledger, stream], prompt_tokens, head)
 
 
 def measure(n: int = 2000, seed: int = 0, workload: Workload = Workload()) -> dict[str, float]:
@@ -110,6 +122,9 @@ def measure(n: int = 2000, seed: int = 0, workload: Workload = Workload()) -> di
             at += len(batch)
         out[f"tokens_per_trajectory/{context}"] = sum(rows) / n
         out[f"ratio/{context}"] = sum(rows) / base
+        shared = sum(trajectory.shared(context, GROUP) for trajectory in played)
+        out[f"shared/{context}"] = shared / n
+        out[f"shared_ratio/{context}"] = shared / base
         out[f"row_tokens/{context}"] = capacity
         out[f"fill/{context}"] = float(np.mean(fills))
     return out

@@ -10,7 +10,8 @@ scaling keeps the rows of a step, weak scaling the rows of a device.
 The prediction takes the formulas that the table confirms: each microbatch gathers the compute-dtype weights twice
 (forward, and again in the recomputed backward pass) and reduces float32 gradients once, over the whole mesh.
 Compute is `planning.formulas` at 40% of the chip's peak.  Efficiency is compute time over step time, with
-communication hidden behind compute as far as it goes (best) or not at all (worst).
+communication hidden behind compute as far as it goes (best) or not at all (worst).  With the rows of a step fixed
+(strong scaling, `--rows_fixed`) chips that have no row left in the last round do nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -96,10 +97,16 @@ def predict(spec: object, chip: Chip, chips: int, microbatches: int, tokens: int
     }
 
 
+def at_work(chips: int, rows: int) -> float:
+    """The share of chips that have a row while a step of `rows` rows is learned: all but in the last round."""
+    return rows / (chips * -(-rows // chips))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/qwen3_1p7b_v5e.py")
     parser.add_argument("--rows", type=int, default=64, help="rows of 2,048 tokens in a step")
+    parser.add_argument("--rows_fixed", type=int, default=64, help="rows of a step that is scaled strongly")
     parser.add_argument("--predict_only", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -118,8 +125,8 @@ def main() -> None:
             )
     from envace_jax.build import model_spec
 
-    print("\n| model | chip | tokens a row | chips | compute | communication | efficiency, worst to best |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| model | chip | tokens a row | chips | compute | communication | weak: worst to best | strong |")
+    print("|---|---|---|---|---|---|---|---|")
     predictions = []
     for name in ("qwen3_1p7b", "qwen3_8b"):
         for chip in ("v5e", "v5p", "v6e"):
@@ -130,10 +137,13 @@ def main() -> None:
             for tokens in (4096, 20480):
                 for chips in CHIPS_PREDICTED:
                     p = predict(spec, CHIPS[chip], chips, 1, tokens)
-                    predictions.append({"model": name, "chip": chip, "tokens": tokens, "chips": chips} | p)
+                    share = at_work(chips, args.rows_fixed)
+                    place = {"model": name, "chip": chip, "tokens": tokens, "chips": chips, "strong_share": share}
+                    predictions.append(place | p)
                     print(
                         f"| {name} | {chip} | {tokens:,} | {chips} | {p['compute']:.2f} s | {p['communication']:.2f} s "
-                        f"| {p['worst']:.0%} to {p['best']:.0%} |"
+                        f"| {p['worst']:.0%} to {p['best']:.0%} "
+                        f"| {share * p['worst']:.0%} to {share * p['best']:.0%} |"
                     )
     if args.out:
         args.out.write_text(json.dumps({"volumes": found, "predictions": predictions}, indent=1) + "\n")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,6 +24,7 @@ from envace_jax.learning.packing import (
 from envace_jax.text.transcript import Role
 
 pytestmark = pytest.mark.quick
+ROOT = Path(__file__).parents[2]
 
 
 @settings(max_examples=100, deadline=None)
@@ -144,3 +149,31 @@ def test_row_must_begin_with_context():
     ones = np.ones(3, bool)
     with pytest.raises(ValueError, match="starts with context"):
         TrainRow(np.arange(3), ones, np.zeros(3), np.zeros(3), np.zeros(3))
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """`benchmarks/packing.py`, whose table docs/scaling.md shows."""
+    spec = importlib.util.spec_from_file_location("packing_benchmark", ROOT / "benchmarks/packing.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its records look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ledger_rows_need_the_share_of_tokens_that_was_aimed_at(benchmark):
+    """On the published settings: at most 0.70 and 0.40 of one row per output, rows of four mean ledgers 95% full."""
+    figures = benchmark.measure(n=640)
+    assert figures["ratio/stateless"] <= 0.70 and figures["ratio/stream"] <= 0.40
+    assert figures["fill/stateless"] >= 0.95 and figures["fill/stream"] >= 0.95
+    assert all(fill >= 0.95 for fill in benchmark.length_table_fill().values())
+    for context in ("stateless", "stream"):
+        assert 0 < figures[f"shared_ratio/{context}"] < figures[f"ratio/{context}"]
+
+
+def test_shared_beginnings_by_hand(benchmark):
+    """Four members: ACT's prompt of 10 of 30 tokens and REHEARSE's head of 5 stand once, a quarter of it each."""
+    rows = benchmark.Rows([], stateless=[30, 12, 14], stream=[30, 21], prompt=10, head=5)
+    assert rows.shared("stateless", 4) == (30 + 12 + 14 - 3) - 10 - 2 * 5 + 10 / 4 + 5 / 4
+    assert rows.shared("stream", 4) == (30 + 21 - 2) - 10 - 5 + 10 / 4 + 5 / 4
+    assert rows.shared("stream", 1) == 30 + 21 - 2

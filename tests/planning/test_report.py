@@ -135,13 +135,13 @@ def test_every_configuration_of_record_can_be_planned():
     from envace_jax.config_checks import validate
 
     files = sorted(Path(__file__).parents[2].glob("configs/qwen3_*.py"))
-    assert len(files) == 10
+    assert len(files) == 13
     for file in files:
         cfg = cli.load_config(str(file))
         validate(cfg)
         plan = plan_for(cfg, parse_slice(cfg.plan.topology), file.stem, compiling=False)
         assert plan.work.rows == 128 and plan.work.row == 20_000
-        assert report.lines(plan)
+        assert plan.fits and report.lines(plan)
 
 
 @pytest.mark.quick
