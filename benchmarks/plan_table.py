@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 ROLLOUT = ("rollout.slots", "rollout.live_episodes", "rollout.chunk", "rollout.prefill_chunk", "plan.rollout")
-TRAINING = ("learning.", "mesh.", "model.remat", "model.attention", "model.moe_chunk")
+TRAINING = ("learning.", "mesh.", "model.remat", "model.attention", "model.moe_exchange", "model.moe_chunk")
 
 
 def digest(cfg: Any, name: str) -> str:
@@ -106,7 +106,7 @@ def row(plan: Any, kept: int) -> str:
         f"{plan.hbm / GIB:.1f}",
         ("yes" if plan.fits else "**no**") + ("" if kept == 3 else ", by formula"),
         *(compiled(programs.get(name)) for name in ("update", "prefill", "decode")),
-        f"{plan.train_flops:.2e}",
+        f"{plan.model_flops:.2e}",
         ", ".join(f"{axis} {n / GIB:,.0f}" for axis, n in moved.items()) or "–",
         f"{plan.seconds['train']:.0f} + {plan.seconds['rollout']:.0f}",
         f"{plan.likely_seconds:.0f}",

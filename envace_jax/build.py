@@ -92,6 +92,8 @@ def checked_spec(cfg: ConfigDict, chat: ChatFormat) -> Qwen3Spec:
         )
     if cfg.model.replay_routing and not spec.is_moe:
         raise UserError("model.replay_routing=True: the model has no experts")
+    if cfg.model.moe_exchange == "ragged" and jax.default_backend() == "cpu":
+        raise UserError("model.moe_exchange=ragged: XLA has no ragged all-to-all for CPU; expected gather")
     if cfg.model.path:
         folder = Path(cfg.model.path)
         check_tensors(locate_tensors(folder), spec, str(folder))

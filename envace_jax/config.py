@@ -73,6 +73,7 @@ def default_config() -> ConfigDict:
                     "alpha": 32.0,  # the adapters' term is scaled by alpha / rank
                     "targets": ("q", "k", "v", "o"),  # also gate, up, down (not with experts)
                 },
+                "moe_exchange": "gather",  # between expert shards: gather | ragged (TPU and GPU only, never run)
                 "moe_chunk": 0,  # tokens of a shard that go through the experts at a time; 0: all
                 "replay_routing": False,  # the learner sends tokens to the experts that the sampler sent them to
             },

@@ -91,6 +91,7 @@ CHECKS: dict[str, Check] = {
     "seed": at_least(0),
     "model.dtype": one_of("float32", "bfloat16"),
     "model.remat": one_of("none", "full", "attention", "dots", "offload"),
+    "model.moe_exchange": one_of("gather", "ragged"),
     "model.moe_chunk": at_least(0),
     "model.lora.rank": at_least(0),
     "model.lora.alpha": above(0),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from envace_jax import build
 from envace_jax.config import UserError, default_config
 from envace_jax.datasets.cm2 import read_tasks
+from envace_jax.learning.learner import update_config
+from envace_jax.learning.step import Update
 from envace_jax.model.spec import PRESETS
 from envace_jax.serving.command import within_positions
 
@@ -47,3 +50,14 @@ def test_the_example_of_the_record_format_holds():
     tasks, bad = read_tasks("data/cm2/example.jsonl")
     assert [task.uuid for task in tasks] == ["example-0", "example-1"]
     assert not bad.count and all(item.rule for t in tasks for v in t.checklists for turn in v for item in turn)
+
+
+def test_an_exchange_that_a_cpu_has_not_is_refused_and_reaches_the_learner_elsewhere(monkeypatch):
+    cfg = default_config()
+    cfg.model.tokenizer, cfg.model.moe_exchange = "data/quickstart/tokenizer", "ragged"
+    chat = build.chat_format(cfg)
+    with pytest.raises(UserError, match="model.moe_exchange=ragged: .* expected gather"):
+        build.checked_spec(cfg, chat)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    spec = build.checked_spec(cfg, chat)
+    assert Update(spec, update_config(cfg)).options.moe_exchange == "ragged"

@@ -52,6 +52,7 @@ def update_config(cfg: ConfigDict, mesh: Mesh | None = None) -> UpdateConfig:
         compute_dtype=cfg.model.dtype,
         remat=cfg.model.remat,
         attention=cfg.model.attention,
+        moe_exchange=cfg.model.moe_exchange,
         moe_chunk=cfg.model.moe_chunk,
         replay_routing=cfg.model.replay_routing,
         router_aux_coef=c.router_aux_coef,

@@ -29,6 +29,7 @@ from envace_jax.learning.loss import (
     supervised_loss,
     token_logprobs,
 )
+from envace_jax.model.attention import choose
 from envace_jax.model.moe import balance_loss, routed_differently
 from envace_jax.model.qwen3 import ForwardOptions, Params, forward_with_routing, output_matrix
 from envace_jax.model.sharding import Rules, axes_of, param_shardings
@@ -48,7 +49,8 @@ class UpdateConfig:
     spike_limit: nor is one whose gradient norm exceeds it (0: no limit).
     router_aux_coef: weight of the load-balancing loss of a mixture of experts.  replay_routing: the batch says which
     experts to use (`packing.Batch.experts`), in the update and in scoring.
-    attention, moe_chunk, rules, lora_scale: see `model.qwen3.ForwardOptions`.
+    attention: `auto` is settled for the devices of the mesh.  moe_exchange, moe_chunk, rules, lora_scale: see
+    `model.qwen3.ForwardOptions`.
     """
 
     lr: float = 1e-6
@@ -64,6 +66,7 @@ class UpdateConfig:
     compute_dtype: str = "float32"
     remat: str = "none"
     attention: str = "xla"
+    moe_exchange: str = "gather"
     moe_chunk: int = 0
     rules: Rules = Rules()
     lora_scale: float = 1.0
@@ -168,11 +171,15 @@ class Update:
     def __init__(self, spec: Qwen3Spec, config: UpdateConfig, mesh: Mesh | None = None, rules: Rules | None = None):
         rules = config.rules if rules is None else rules
         self.spec, self.config, self.mesh, self.rules = spec, config, mesh, rules
+        dtype = jnp.dtype(config.compute_dtype)
+        # The mesh's devices, not this process's: they differ where a program is compiled ahead of time.
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self.options = ForwardOptions(
-            dtype=jnp.dtype(config.compute_dtype),
+            dtype=dtype,
             remat=config.remat,
             rules=rules,
-            attention=config.attention,
+            attention=choose(config.attention, config.row_tokens, spec.head_dim, dtype, platform),
+            moe_exchange=config.moe_exchange,
             moe_chunk=config.moe_chunk,
             lora_scale=config.lora_scale,
         )
@@ -181,7 +188,7 @@ class Update:
         self.optimizer = config.optimizer()
         self.capacity = config.capacity
         self.compile_seconds: dict[str, float] = {}
-        self._programs: dict[tuple[str, int, str], Any] = {}
+        self._programs: dict[tuple[str, int, tuple[str, ...]], Any] = {}
         if config.replay_routing and not spec.is_moe:
             raise UserError("model.replay_routing=True: the model has no experts")
         if mesh is not None:
@@ -361,13 +368,14 @@ class Update:
             )
 
     def _program(self, name: str, capacity: int, argument: Any) -> Any:
-        dtype = str(jax.tree.leaves(argument)[0].dtype)
-        key = (name, capacity, dtype if name == "score" else "")
+        # Of every leaf: with adapters a state and its reference begin with the same leaves and differ in the last ones.
+        dtypes = tuple(str(x.dtype) for x in jax.tree.leaves(argument)) if name == "score" else ()
+        key = (name, capacity, dtypes)
         if key not in self._programs:
             started = time.monotonic()
             lower = self.lower_update if name == "update" else self.lower_score
             self._programs[key] = lower(argument, capacity).compile()
-            self.compile_seconds["/".join(map(str, key))] = time.monotonic() - started
+            self.compile_seconds[f"{name}/{capacity}/{','.join(dtypes)}"] = time.monotonic() - started
         return self._programs[key]
 
     def compile(self, state: State, reference: Params | None = None) -> None:

@@ -156,11 +156,10 @@ def _splash(
     return heads_first(out).astype(v_BxTxKxDh.dtype)
 
 
-def choose(backend: str, length: int, head_dim: int, dtype: Any) -> str:
-    """The form for this process's devices where `auto` is asked for: a kernel where it takes these shapes."""
+def choose(backend: str, length: int, head_dim: int, dtype: Any, platform: str) -> str:
+    """The form for devices of this platform where `auto` is asked for: a kernel where it takes these shapes."""
     if backend != "auto":
         return backend
-    platform = jax.default_backend()
     if platform == "tpu" and length % 128 == 0 and head_dim % 128 == 0:
         return "splash"
     if platform == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and head_dim <= 128:
@@ -185,11 +184,10 @@ def attention(
     sequence, keys and values are gathered along it and queries stay cut.
 
     Args:
-        backend: `auto` or one of BACKENDS. `splash` and `cudnn` need rows laid out as packing does (see above);
-            `splash` needs lengths that are multiples of 128 and a sequence that is not cut.
+        backend: one of BACKENDS (`choose` turns `auto` into one). `splash` and `cudnn` need rows laid out as packing
+            does (see above); `splash` needs lengths that are multiples of 128 and a sequence that is not cut.
         interpret: run Pallas kernels in the interpreter (tests without a TPU).
     """
-    backend = choose(backend, q_BxTxHxDh.shape[1], q_BxTxHxDh.shape[-1], q_BxTxHxDh.dtype)
     if backend not in BACKENDS:
         raise UserError(f"model.attention='{backend}' is unknown; expected auto or one of {', '.join(BACKENDS)}")
     local = functools.partial(_local, backend=backend, interpret=interpret)

@@ -164,6 +164,7 @@ def moe_mlp(
         experts: gate and up [E, D, F], down [E, F, D], whole along D, cut along E and F as the rules say.
         valid_BxT: tokens that count in the routing figures (None: all). Padding is computed all the same.
         replay_BxTxK: expert ids to use instead of the router's choice; negative: its choice stands.
+        exchange: `gather` or `ragged` (see above), where experts are cut over an axis of the batch.
         chunk: tokens of one shard that go through the experts at a time, recomputed in the backward pass (0: all).
     """
     b, t, d = x_BxTxD.shape

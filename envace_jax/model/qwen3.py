@@ -49,7 +49,7 @@ attention's output in host memory. The layer's input is always kept."""
 class ForwardOptions:
     """How the forward pass is run.
 
-    dtype: compute dtype. remat: a key of REMAT_POLICIES. rules: the layout. attention: `auto` or one of
+    dtype: compute dtype. remat: a key of REMAT_POLICIES. rules: the layout. attention: one of
     `attention.BACKENDS`, for packed rows (the sampler brings its own). moe_exchange, moe_chunk: see `moe.moe_mlp`.
     lora_scale: alpha / rank of the adapters in `params["lora"]`.
     """

@@ -96,18 +96,22 @@ def prefill_bytes(spec: Qwen3Spec, rows: int, piece: int, context: int, score_li
     return scores + layer + 2 * rows * piece * (3 * spec.d_model + 2 * hidden / tensor)
 
 
-def exchanged_bytes(spec: Qwen3Spec, tokens: float, tensor: int, sequence: bool, expert: int) -> float:
+def exchanged_bytes(
+    spec: Qwen3Spec, tokens: float, tensor: int, sequence: bool, expert: int, backward: bool = True
+) -> float:
     """Bytes that one chip receives in a microbatch for `tokens` tokens of its own over the tensor and expert axes.
 
     A layer's hidden states, bfloat16, are summed over `tensor` after both halves of the layer, once more in
     recomputation and twice in the backward pass (an all-reduce receives twice (n - 1) / n of them); where the
     sequence is cut over the same axis each half also gathers them three times. Experts gather four times and scatter
-    three times, each (n - 1) times the chip's own tokens.
+    three times, each (n - 1) times the chip's own tokens. A forward pass alone (`backward=False`) sums after both
+    halves, gathers once in each, and has experts gather once and scatter once.
     """
     hidden = 2 * tokens * spec.d_model
-    layer = hidden * (tensor - 1) / tensor * (2 * 5 + (6 if sequence else 0))
+    sums, gathers, meetings = (5, 6, 7) if backward else (2, 2, 2)
+    layer = hidden * (tensor - 1) / tensor * (2 * sums + (gathers if sequence else 0))
     if spec.is_moe:
-        layer += hidden * (expert - 1) * 7
+        layer += hidden * (expert - 1) * meetings
     return spec.n_layers * layer
 
 

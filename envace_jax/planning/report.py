@@ -99,6 +99,13 @@ def work_of(cfg: ConfigDict) -> Work:
     return Work(2 * trajectories, r.max_input_tokens + longest, longest, cfg.plan.fill)
 
 
+def scorings_of(cfg: ConfigDict) -> int:
+    """Forward passes over a step's rows before its updates: under the reference, and under the parameters themselves
+    where a batch gets several updates (old log-probabilities)."""
+    c = cfg.learning
+    return int(c.kl_coef > 0) + int(c.updates_per_batch * c.epochs > 1)
+
+
 def microbatches_of(cfg: ConfigDict) -> int:
     """Microbatches of that work, each full."""
     from envace_jax.build import rules_for
@@ -125,7 +132,9 @@ class Plan:
     phases: dict[str, float]
     programs: tuple[Program, ...]
     train_flops: float
+    score_flops: float
     recompute_flops: float
+    scorings: int
     seconds: dict[str, float]
     tokens_per_second: float
     free_tokens: int
@@ -156,6 +165,11 @@ class Plan:
                 f"{self.slice.host} here"
             )
         return ""
+
+    @property
+    def model_flops(self) -> float:
+        """Of a step's training: updates and scoring, nothing that is computed again."""
+        return self.train_flops + self.score_flops
 
     @property
     def step_seconds(self) -> float:
@@ -233,18 +247,7 @@ def make_plan(
         "update": others + in_update,
         "hand-over": resident.total + 2 * copy_share,
     }
-    flops = formulas.train_flops(spec, work.tokens, work.pairs, work.predictions)
-    if adapters:
-        flops *= 2 / 3  # no gradients of the weights themselves
-    again = formulas.recompute_flops(spec, work.tokens, work.pairs, work.predictions, cfg.model.remat)
-    seconds = {"train compute": (flops + again) / (slice_.size * chip.flops)}
-    if update:
-        seconds["train collectives"] = sum(c.total for c in update.collectives) / slice_.links
-    else:
-        weights, hidden = _moved(cfg, spec, rules, mesh, microbatches)
-        inside = mesh["tensor"] * mesh["expert"] <= slice_.host
-        seconds["train collectives"] = weights / slice_.links + hidden / (chip.links if inside else slice_.links)
-    seconds["train"] = max(seconds["train compute"], seconds["train collectives"])
+    flops, again, scoring, seconds = _training(cfg, spec, slice_, rules, mesh, update, bool(adapters))
     # A process has one engine, which repeats the same work on chips that its axes leave over.
     samplers = slice_.size / max(slice_.host, rollout_mesh["tensor"] * rollout_mesh["expert"])
     trajectories = cfg.learning.prompts_per_step * cfg.learning.group_size
@@ -274,7 +277,9 @@ def make_plan(
         phases=phases,
         programs=tuple(programs),
         train_flops=flops,
+        score_flops=scoring,
         recompute_flops=again,
+        scorings=scorings_of(cfg),
         seconds=seconds,
         tokens_per_second=rate,
         free_tokens=int(free / kv_token * samplers),
@@ -292,17 +297,50 @@ def _prefill_bytes(engine: Any, spec: Qwen3Spec, mesh: Mapping[str, int]) -> flo
     return formulas.prefill_bytes(spec, rows, piece, shapes.lengths[-1], SCORE_BYTES, mesh["tensor"])
 
 
+def _training(
+    cfg: ConfigDict,
+    spec: Qwen3Spec,
+    slice_: Slice,
+    rules: Rules,
+    mesh: Mapping[str, int],
+    update: Program | None,
+    adapters: bool,
+) -> tuple[float, float, float, dict[str, float]]:
+    """FLOPs of a step's updates, of their recomputation and of scoring, and seconds at the roofline."""
+    work, epochs = work_of(cfg), cfg.learning.epochs
+    flops = epochs * formulas.train_flops(spec, work.tokens, work.pairs, work.predictions)
+    if adapters:
+        flops *= 2 / 3  # no gradients of the weights themselves
+    again = epochs * formulas.recompute_flops(spec, work.tokens, work.pairs, work.predictions, cfg.model.remat)
+    scoring = scorings_of(cfg) * formulas.forward_flops(spec, work.tokens, work.pairs, work.predictions)
+    inside = mesh["tensor"] * mesh["expert"] <= slice_.host
+
+    def moving(backward: bool) -> float:
+        weights, hidden = _moved(cfg, spec, rules, mesh, microbatches_of(cfg), backward)
+        return weights / slice_.links + hidden / (slice_.chip.links if inside else slice_.links)
+
+    peak = slice_.size * slice_.chip.flops
+    once = sum(c.total for c in update.collectives) / slice_.links if update else moving(backward=True)
+    seconds = {
+        "train compute": (flops + again) / peak,
+        "train collectives": epochs * once,
+        "scoring": max(scoring / peak, scorings_of(cfg) * moving(backward=False)),
+    }
+    seconds["train"] = max(seconds["train compute"], seconds["train collectives"]) + seconds["scoring"]
+    return flops, again, scoring, seconds
+
+
 def _moved(
-    cfg: ConfigDict, spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int], microbatches: int
+    cfg: ConfigDict, spec: Qwen3Spec, rules: Rules, mesh: Mapping[str, int], microbatches: int, backward: bool
 ) -> tuple[float, float]:
-    """Bytes a chip receives in an update, by formula: weights (gathered twice a microbatch, gradients scattered), and
-    hidden states over the tensor and expert axes."""
+    """Bytes a chip receives in one pass over a step's rows, by formula: weights (gathered once a microbatch; with a
+    backward pass once more, and gradients scattered), and hidden states over the tensor and expert axes."""
     n = math.prod(mesh[a] for a in axes_of(rules.embed))
     whole = weights_per_chip(spec, dataclasses.replace(rules, embed=None), mesh)
     tokens = cfg.learning.rows_per_microbatch * cfg.learning.row_tokens
     with_tensor = rules.sequence is not None and rules.sequence == rules.heads
-    exchanged = formulas.exchanged_bytes(spec, tokens, mesh["tensor"], with_tensor, mesh["expert"])
-    return microbatches * 3 * 2 * whole * (n - 1) / n, microbatches * exchanged
+    exchanged = formulas.exchanged_bytes(spec, tokens, mesh["tensor"], with_tensor, mesh["expert"], backward)
+    return microbatches * (3 if backward else 1) * 2 * whole * (n - 1) / n, microbatches * exchanged
 
 
 def gib(n: float) -> str:
@@ -366,7 +404,8 @@ def lines(plan: Plan) -> list[str]:
         f"s {work.predictions:.3e})",
         f"train: max(compute {plan.seconds['train compute']:.1f} s = {total:.3e} / ({plan.slice.size} x "
         f"{chip.flops:.3g}), collectives {plan.seconds['train collectives']:.1f} s at "
-        f"{plan.slice.links / 1e9:.0f} GB/s)",
+        f"{plan.slice.links / 1e9:.0f} GB/s), and {plan.seconds['scoring']:.1f} s of scoring: {plan.scorings} forward "
+        f"pass(es) of 2 W t + 4 L H Dh p + 2 D V s, {plan.score_flops:.3e} FLOPs (reference, old log-probabilities)",
         f"decode: weights + half-full rows, read at {chip.bandwidth / 1e9:.0f} GB/s: {plan.tokens_per_second:,.0f} "
         f"tokens/s over all samplers, {plan.seconds['decode']:.1f} s; prefill {plan.seconds['prefill']:.1f} s",
         f"a step at the roofline {plan.step_seconds:.0f} s; at {REACHED['train']:.0%} and {REACHED['decode']:.0%} of "
@@ -400,6 +439,7 @@ def record(plan: Plan) -> dict[str, Any]:
             for p in plan.programs
         ],
         "train_flops": plan.train_flops,
+        "score_flops": plan.score_flops,
         "recompute_flops": plan.recompute_flops,
         "seconds": plan.seconds,
         "step_seconds": plan.step_seconds,

@@ -9,7 +9,7 @@ import pytest
 
 from envace_jax.config import UserError
 from envace_jax.model import attention as attention_module
-from envace_jax.model.attention import attention
+from envace_jax.model.attention import attention, choose
 from envace_jax.model.sharding import Rules, make_mesh
 
 T, H, K, D = 256, 4, 2, 128  # the Pallas kernel wants rows of 128 and heads of 128
@@ -86,3 +86,21 @@ def test_what_a_form_cannot_do_is_said():
         attention(q[:, :100], k[:, :100], v[:, :100], **places, backend="splash")
     with pytest.raises(UserError, match="'flash' is unknown"):
         attention(q, k, v, positions_BxT=positions, segments_BxT=segments, backend="flash")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("length", "head_dim", "dtype", "platform", "want"),
+    [
+        (20_480, 128, jnp.bfloat16, "tpu", "splash"),
+        (20_500, 128, jnp.bfloat16, "tpu", "chunked"),  # no multiple of 128
+        (20_480, 64, jnp.bfloat16, "tpu", "chunked"),
+        (20_480, 128, jnp.bfloat16, "gpu", "cudnn"),
+        (20_480, 128, jnp.float32, "gpu", "chunked"),
+        (20_480, 128, jnp.bfloat16, "cpu", "chunked"),
+        (2_048, 128, jnp.bfloat16, "cpu", "xla"),
+    ],
+)
+def test_what_auto_means(length, head_dim, dtype, platform, want):
+    assert choose("auto", length, head_dim, dtype, platform) == want
+    assert choose("xla", length, head_dim, dtype, platform) == "xla"

@@ -121,6 +121,16 @@ def test_expert_layer_compiles_with_both_exchanges(exchange):
     assert program.fits and ("ragged-all-to-all" in kinds) == (exchange == "ragged"), kinds
 
 
+@pytest.mark.quick
+def test_attention_is_chosen_for_the_chips_that_are_compiled_for():
+    from envace_jax.learning.step import Update, UpdateConfig
+
+    config = UpdateConfig(attention="auto", compute_dtype="bfloat16", row_tokens=20_480, rows=4)
+    mesh = programs.learner_mesh(default_config(), programs.tpu_devices(parse_slice("v5e:1x1")))
+    assert Update(DENSE, config, mesh).options.attention == "splash"
+    assert Update(DENSE, config).options.attention == "chunked"  # this machine's own
+
+
 def test_a_program_too_large_is_a_result():
     cfg = small()
     cfg.rollout.max_input_tokens = 120_000

@@ -120,3 +120,6 @@ def test_exchanged_bytes_by_hand():
     assert formulas.exchanged_bytes(SPEC, 10, 2, True, 1) == 2 * (400 + 6 * 40)
     assert formulas.exchanged_bytes(MOE, 10, 1, False, 4) == 2 * 7 * 3 * 80
     assert formulas.exchanged_bytes(SPEC, 10, 1, False, 4) == 0
+    # A forward pass: two all-reduces, a gather in each half, an exchange there and back.
+    assert formulas.exchanged_bytes(SPEC, 10, 2, True, 1, backward=False) == 2 * (2 * 80 + 2 * 40)
+    assert formulas.exchanged_bytes(MOE, 10, 1, False, 4, backward=False) == 2 * 2 * 3 * 80

@@ -103,6 +103,42 @@ def _flat_changes(cfg):
 
 
 @pytest.mark.quick
+def test_scoring_is_part_of_a_step_s_work_time_and_price():
+    cfg, slice_ = small(), parse_slice("h100:8")
+    assert cfg.learning.kl_coef > 0
+    plan = plan_for(cfg, slice_, "x", compiling=False)  # one forward pass under the reference
+    assert plan.score_flops == pytest.approx(plan.train_flops / 3)
+    assert plan.model_flops == pytest.approx(plan.train_flops * 4 / 3)
+    cfg.learning.kl_coef = 0.0
+    without = plan_for(cfg, slice_, "x", compiling=False)
+    assert without.score_flops == without.seconds["scoring"] == 0 and without.train_flops == plan.train_flops
+    assert plan.seconds["scoring"] >= plan.score_flops / (8 * slice_.chip.flops)
+    assert plan.step_seconds - without.step_seconds == pytest.approx(plan.seconds["scoring"])
+    assert plan.price(plan.step_seconds) > without.price(without.step_seconds)
+    cfg.learning.kl_coef, cfg.learning.updates_per_batch, cfg.learning.epochs = 1e-4, 2, 3
+    several = plan_for(cfg, slice_, "x", compiling=False)  # old log-probabilities too; each row is trained three times
+    assert several.score_flops == pytest.approx(2 * plan.score_flops)
+    assert several.train_flops == pytest.approx(3 * plan.train_flops)
+    assert several.seconds["train collectives"] == pytest.approx(3 * plan.seconds["train collectives"])
+    assert "2 forward pass(es)" in "\n".join(report.lines(several))
+
+
+@pytest.mark.quick
+def test_adapters_are_planned_by_what_is_trained():
+    cfg, spec = small(), PRESETS["0.6b"]
+    cfg.mesh.fsdp, cfg.plan.topology, slice_ = 1, "h100:1", parse_slice("h100:1")
+    whole = plan_for(cfg, slice_, "x", compiling=False)
+    cfg.model.lora.rank = 8
+    plan = plan_for(cfg, slice_, "x", compiling=False)
+    # q: 1024 to 16 heads of 128; k, v: to 8 heads; o: 16 heads of 128 to 1024. Rank 8, 28 layers.
+    adapters = 28 * 8 * ((1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024))
+    assert plan.resident.moments == 8 * adapters
+    assert plan.resident.master == 4 * adapters + 2 * spec.n_params()  # the weights in bfloat16, no master copy
+    assert plan.train_flops == pytest.approx(whole.train_flops * 2 / 3) and plan.score_flops == whole.score_flops
+    assert plan.phases["update"] < whole.phases["update"]
+
+
+@pytest.mark.quick
 def test_gpus_of_several_nodes_talk_over_the_network():
     chip = parse_slice("h100:8").chip
     assert parse_slice("h100:8").links == chip.links and parse_slice("h100:16").links == chip.network < chip.links
@@ -112,8 +148,13 @@ def test_gpus_of_several_nodes_talk_over_the_network():
 @pytest.mark.quick
 def test_search_finds_the_largest_microbatch():
     cfg = small()
+    cfg.learning.prompts_per_step = 512  # 8,192 ledgers: more than one microbatch holds
     best = search(cfg, parse_slice("h100:8"), "x", programs=())
     assert best >= 1 and best & (best - 1) == 0
+    for rows, fits in ((best, True), (2 * best, False)):
+        cfg.learning.rows_per_microbatch = rows
+        plan = plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+        assert plan.fits == fits and plan.microbatches > 1
     cfg.rollout.slots = 4096
     assert search(cfg, parse_slice("h100:8"), "x", programs=()) == 0
 
