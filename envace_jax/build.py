@@ -5,6 +5,7 @@ Every command puts its parts together here, so that training, evaluation and ser
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError
 from envace_jax.model import qwen3
 from envace_jax.model.hf import check_tensors, load_params, locate_tensors
+from envace_jax.model.hf_folder import silent
 from envace_jax.model.lora import LoraConfig, init_lora
+from envace_jax.model.progress import progress_bar
 from envace_jax.model.sharding import Rules, make_mesh, param_shardings
 from envace_jax.model.spec import PRESETS, Qwen3Spec
 from envace_jax.rewards.judge import Judge, RuleJudge
@@ -111,7 +114,9 @@ def load_model(
     lora = lora_config(cfg)
     dtype = jnp.dtype(cfg.model.dtype) if lora else jnp.float32  # weights that stay need no master copy
     if cfg.model.path:
-        params = load_params(Path(cfg.model.path), spec, rules=rules, mesh=mesh, dtype=dtype)
+        shown = cfg.metrics.progress and jax.process_index() == 0
+        with progress_bar() if shown else contextlib.nullcontext(silent) as progress:
+            params = load_params(Path(cfg.model.path), spec, rules, mesh, dtype, progress)
     else:
         shardings = None if mesh is None else param_shardings(qwen3.param_shapes(spec), mesh, rules)
         init = jax.jit(lambda key: qwen3.init_params(spec, key, dtype), out_shardings=shardings)

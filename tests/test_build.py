@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from envace_jax import build
@@ -10,6 +13,8 @@ from envace_jax.config import UserError, default_config
 from envace_jax.datasets.cm2 import read_tasks
 from envace_jax.learning.learner import update_config
 from envace_jax.learning.step import Update
+from envace_jax.model.hf import save_params
+from envace_jax.model.qwen3 import init_params
 from envace_jax.model.spec import PRESETS
 from envace_jax.serving.command import within_positions
 
@@ -61,3 +66,16 @@ def test_an_exchange_that_a_cpu_has_not_is_refused_and_reaches_the_learner_elsew
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     spec = build.checked_spec(cfg, chat)
     assert Update(spec, update_config(cfg)).options.moe_exchange == "ragged"
+
+
+def test_reading_weights_is_shown_unless_progress_is_off(tmp_path, capsys):
+    spec = dataclasses.replace(PRESETS["tiny"], vocab_size=768)  # the tokenizer's
+    folder = save_params(tmp_path / "base", init_params(spec, jax.random.key(0)), spec)
+    cfg = default_config()
+    cfg.model.path, cfg.model.tokenizer = str(folder), "data/quickstart/tokenizer"
+    for shown in (True, False):
+        cfg.metrics.progress = shown
+        _, params = build.load_model(cfg, build.chat_format(cfg), None)
+        said = capsys.readouterr()
+        assert ("reading" in said.err) == shown and not said.out
+    assert params["embed"].dtype == jnp.float32

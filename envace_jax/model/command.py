@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from envace_jax.config import UserError, default_config, set_key
 from envace_jax.json_files import read_json
 from envace_jax.model import hub
 from envace_jax.model.card import CardFacts
-from envace_jax.model.hf_folder import Progress, verify_folder
+from envace_jax.model.hf_folder import GENERATION_CONFIG, verify_folder
+from envace_jax.model.progress import progress_bar
 from envace_jax.model.safetensors_io import DTYPES, sha256_file
 from envace_jax.options import number, whole
 
@@ -23,23 +23,6 @@ DTYPE_OPTION = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 BENCHMARKS = {"bfcl": "BFCL multi-turn", "tau2": "tau2-bench airline and retail"}
 """Data sources that are benchmarks."""
 assert set(DTYPE_OPTION.values()) <= DTYPES.keys()
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A rich bar in bytes, one line for each of reading, writing and checking."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(done: int, total: int, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield show
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +100,7 @@ def run_export(args: argparse.Namespace) -> None:
     from envace_jax.model.hf import save_params
     from envace_jax.model.lora import init_lora, merge, save_adapter
     from envace_jax.model.qwen3 import param_shapes
+    from envace_jax.model.sharding import Rules, make_mesh, param_shardings
     from envace_jax.model.spec import Qwen3Spec
     from envace_jax.text.build import chat_format
 
@@ -134,14 +118,21 @@ def run_export(args: argparse.Namespace) -> None:
         raise UserError(f"{checkpoints.folder}: no whole checkpoint there")
     meta = checkpoints.read_meta(step)
     spec = Qwen3Spec.from_hf_config(meta["model"])
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     lora = lora_config(cfg)
     if args.adapter and lora is None:
         raise UserError("--adapter: this run trained every parameter (model.lora.rank=0)")
     shapes = param_shapes(spec, jnp.dtype(cfg.model.dtype) if lora else jnp.float32)
     if lora is not None:
         shapes["lora"] = jax.eval_shape(lambda: init_lora(spec, lora, jax.random.key(0)))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+    # Over as many of the devices here as divide the model's width: float32 weights need not fit one of them.
+    devices = jax.local_devices()
+    cut = max(n for n in range(1, len(devices) + 1) if spec.d_model % n == 0)
+    mesh = make_mesh(fsdp=cut, devices=devices)
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        param_shardings(shapes, mesh, Rules()),
+    )
     params = checkpoints.restore(step, {args.name: {"params": shapes}}, partial=True)[args.name]["params"]
     manifest = checkpoints.folder / f"step_{step:08d}.sha256"
     texts = {"README.md": model_card(args.out.name, spec, run_facts(args.run_dir, values, step))}
@@ -158,10 +149,14 @@ def run_export(args: argparse.Namespace) -> None:
         print(f"{folder}: adapters of step {step}, {verify_folder(folder)} files written and read back")
         return _push(args, folder)
     if lora is not None:
-        params = merge(params, lora.alpha / lora.rank)
+        with jax.set_mesh(mesh):
+            params = merge(params, lora.alpha / lora.rank)
     chat = chat_format(cfg)
     with tempfile.TemporaryDirectory() as tokenizer_dir, progress_bar() as progress:
         chat.tokenizer.save(tokenizer_dir, chat.template())
+        sampling = Path(cfg.model.path) / GENERATION_CONFIG
+        if cfg.model.path and sampling.is_file():  # the base model's sampling values and ends of text
+            shutil.copyfile(sampling, Path(tokenizer_dir) / GENERATION_CONFIG)
         folder = save_params(
             args.out,
             params,

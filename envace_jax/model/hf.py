@@ -125,32 +125,47 @@ def _mesh_context(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def _place(view: np.ndarray, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
-    # Each shard is cut out of the host view, transposed and cast on its own: no second whole copy.
-    return jax.make_array_from_callback(
-        view.shape, sharding, lambda index: np.ascontiguousarray(view[index], dtype=dtype)
-    )
+def _key(index: Sequence[slice] | None, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(part.indices(n) for part, n in zip(index or (), shape))  # slices are no keys before Python 3.12
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(array: jax.Array, dtype: Any) -> jax.Array:
+    return array.astype(dtype)
+
+
+def _place(view: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    # Each shard is cut out of the host view and transposed on its own, once for all devices that hold a copy.
+    cut: dict[Any, np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        key = _key(index, view.shape)
+        if key not in cut:
+            cut[key] = np.ascontiguousarray(view[index])
+        return cut[key]
+
+    return jax.make_array_from_callback(view.shape, sharding, shard)
 
 
 def _place_experts(
     read: Callable[[str], np.ndarray], entry: Entry, spec: Qwen3Spec, layer: int, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """One layer's experts of one kind: every shard reads the experts it holds and no others."""
+    """One layer's experts of one kind: a process reads each expert that its devices hold once, and no others."""
     sizes = axis_sizes(spec)
     shape = (spec.n_experts, *entry.our_shape(sizes))
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        experts = range(spec.n_experts)[index[0]]
-        out: np.ndarray | None = None
-        for row, expert in enumerate(experts):
-            part = entry.to_ours(read(entry.theirs.format(layer=layer, expert=expert)), sizes)[index[1:]]
-            out = np.empty((len(experts), *part.shape), part.dtype) if out is None else out
-            out[row] = part
-        assert out is not None
-        return out
-
-    return jax.make_array_from_callback(shape, sharding, shard)
+    found = sharding.addressable_devices_indices_map(shape).values()
+    indices = {_key(index, shape): index for index in found if index is not None}
+    held = {key: range(spec.n_experts)[index[0]] for key, index in indices.items()}
+    shards: dict[Any, np.ndarray] = {}
+    for expert in sorted(set().union(*held.values())):
+        tensor = entry.to_ours(read(entry.theirs.format(layer=layer, expert=expert)), sizes)
+        for key, experts in held.items():
+            if expert in experts:
+                part = tensor[indices[key][1:]]
+                if key not in shards:
+                    shards[key] = np.empty((len(experts), *part.shape), part.dtype)
+                shards[key][experts.index(expert)] = part
+    return jax.make_array_from_callback(shape, sharding, lambda index: shards[_key(index, shape)])
 
 
 def load_params(
@@ -186,7 +201,9 @@ def load_params(
     for entry in entries(spec):
         whole = _sharding(entry, rules, mesh, layer=False)
         if not entry.stacked:
-            value = _place(entry.to_ours(read(entry.theirs), sizes), whole, dtype)
+            placed = _place(entry.to_ours(read(entry.theirs), sizes), whole)
+            with _mesh_context(mesh):
+                value = _cast(placed, dtype)
         else:
             part_sharding = _sharding(entry, rules, mesh, layer=True)
             make = jax.jit(lambda shape=entry.stack_shape(sizes): jnp.zeros(shape, dtype), out_shardings=whole)
@@ -195,8 +212,7 @@ def load_params(
                 if entry.per_expert:
                     part = _place_experts(read, entry, spec, layer, part_sharding)
                 else:
-                    tensor = read(entry.theirs.format(layer=layer))
-                    part = _place(entry.to_ours(tensor, sizes), part_sharding, tensor.dtype)
+                    part = _place(entry.to_ours(read(entry.theirs.format(layer=layer)), sizes), part_sharding)
                 with _mesh_context(mesh):
                     value = _put_layer(value, part, jnp.int32(layer))
                 value.block_until_ready()  # or the host runs ahead with a queue of tensors

@@ -20,6 +20,7 @@ from envace_jax.model import safetensors_io as st
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "SHA256SUMS"
+GENERATION_CONFIG = "generation_config.json"
 JOURNAL = ".journal.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -92,12 +93,12 @@ def write_folder(
     if len(files) > 1:
         small[INDEX] = json.dumps(index, indent=2) + "\n"
     if tokenizer_dir is not None:
-        for name in (*TOKENIZER_FILES, "generation_config.json"):
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
             if name not in texts and (tokenizer_dir / name).is_file():
                 shutil.copyfile(tokenizer_dir / name, staging / name)
                 digests[name] = st.sha256_file(staging / name)
-    if config is not None and "generation_config.json" not in digests.keys() | texts.keys():
-        small["generation_config.json"] = json.dumps(_generation_config(config), indent=2) + "\n"
+    if config is not None and GENERATION_CONFIG not in digests.keys() | texts.keys():
+        small[GENERATION_CONFIG] = json.dumps(_generation_config(config), indent=2) + "\n"
     for name, text in small.items():
         write_whole(staging / name, text)
         digests[name] = st.sha256_file(staging / name)

@@ -13,14 +13,17 @@ and GPU only.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from envace_jax.config import UserError
 from envace_jax.model.sharding import Rules, axes_of, enter, inner_sequence, mesh_active
 from envace_jax.model.spec import Qwen3Spec
+
+GPU_KERNELS = ("mosaic", "triton")
+"""tokamax's grouped kernels in the order in which they are tried; its own default ends in the dense product."""
 
 
 class Routing(NamedTuple):
@@ -61,15 +64,16 @@ def grouped_matmul(x_MxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> 
     """Row m times the matrix of its group; groups lie one after the other. Rows past the last group are undefined.
 
     On NVIDIA `ragged_dot` multiplies every row with every expert (measured elsewhere: 22 TFLOP/s where 1,500 were
-    to be had), so there tokamax's kernel is used where it is installed.
+    to be had), so there one of tokamax's kernels does it, and nothing dense in its place. That has not been run here.
     """
     if jax.default_backend() == "gpu":
         try:
             import tokamax
         except ImportError:
-            warnings.warn("experts are multiplied densely on this GPU: pip install tokamax", stacklevel=2)
-        else:
-            return tokamax.ragged_dot(x_MxD, w_ExDxF, group_sizes=sizes_E)
+            raise UserError(
+                "a mixture of experts on GPU needs the grouped kernels of tokamax: pip install 'envace_jax[cuda]'"
+            ) from None
+        return tokamax.ragged_dot(x_MxD, w_ExDxF, group_sizes=sizes_E, implementation=GPU_KERNELS)
     return jax.lax.ragged_dot(x_MxD, w_ExDxF, sizes_E)
 
 

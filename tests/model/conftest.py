@@ -1,10 +1,13 @@
-"""Tiny random checkpoints made by transformers, the oracle of the parity tests."""
+"""Tiny random checkpoints made by transformers, the oracle of the parity tests, and the folder of a run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+
+TOKENIZER = "data/quickstart/tokenizer"
 
 
 def hf_model(moe: bool = False, tied: bool = False, seed: int = 0, **changes):
@@ -55,3 +58,30 @@ def hf_folder(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run that stopped after step 3, and its parameters."""
+    import jax
+
+    from envace_jax.config import default_config, flat
+    from envace_jax.learning.checkpoint import Checkpoints
+    from envace_jax.model.qwen3 import init_params
+    from envace_jax.model.spec import PRESETS
+
+    spec = PRESETS["tiny"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    cfg = default_config()
+    cfg.model.tokenizer = TOKENIZER
+    cfg.data.source = "bfcl+quickstart"
+    (folder / "config.json").write_text(json.dumps(dict(flat(cfg)), default=list))
+    (folder / "data.json").write_text(json.dumps({"fingerprint": "feedbeef"}))
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n{"step": 3, "eval/success": 0.75}\n')
+    checkpoints = Checkpoints(folder / "checkpoints")
+    params = init_params(spec, jax.random.key(0))
+    state = {"policy": {"params": params, "step": jax.numpy.int32(3)}}
+    checkpoints.save(3, state, {"step": 3, "model": spec.to_hf_config()})
+    checkpoints.close()
+    return folder, params

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from envace_jax import cli
-from envace_jax.config import UserError, default_config, flat
+from envace_jax.config import UserError
 from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.model.hf import load_params, save_params
 from envace_jax.model.hf_folder import CHECKSUMS, verify_folder
@@ -16,26 +16,6 @@ from envace_jax.model.qwen3 import init_params
 from envace_jax.model.spec import PRESETS, Qwen3Spec
 
 SPEC = PRESETS["tiny"]
-TOKENIZER = "data/quickstart/tokenizer"
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    """The folder of a run that stopped after step 3."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    cfg = default_config()
-    cfg.model.tokenizer = TOKENIZER
-    cfg.data.source = "bfcl+quickstart"
-    (folder / "config.json").write_text(json.dumps(dict(flat(cfg)), default=list))
-    (folder / "data.json").write_text(json.dumps({"fingerprint": "feedbeef"}))
-    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n{"step": 3, "eval/success": 0.75}\n')
-    checkpoints = Checkpoints(folder / "checkpoints")
-    params = init_params(SPEC, jax.random.key(0))
-    state = {"policy": {"params": params, "step": jax.numpy.int32(3)}}
-    checkpoints.save(3, state, {"step": 3, "model": SPEC.to_hf_config()})
-    checkpoints.close()
-    return folder, params
 
 
 def test_a_set_that_the_arm_does_not_train_is_named(run_dir, tmp_path, capsys):
@@ -65,14 +45,23 @@ def test_an_export_that_cannot_be_written_is_one_line(run_dir, capsys):
     assert len(err) == 1 and err[0].startswith("envace_jax: /proc")
 
 
-def test_export_of_a_run_is_a_whole_model_folder(run_dir, tmp_path, capsys):
+def test_export_of_a_run_is_a_whole_model_folder(run_dir, tmp_path, capsys, monkeypatch):
     folder, params = run_dir
     out = tmp_path / "model"
+    shapes, restore = [], Checkpoints.restore
+
+    def spy(self, step, like, **options):
+        shapes.append(like["policy"]["params"])
+        return restore(self, step, like, **options)
+
+    monkeypatch.setattr(Checkpoints, "restore", spy)
     assert cli.main(["export", str(folder), str(out), "--dtype", "float32"]) == 0
     assert "step 3" in capsys.readouterr().out
     assert verify_folder(out) >= 6
     back = load_params(out, Qwen3Spec.from_hf_config(out))
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, back))
+    embed = shapes[0]["embed"]  # restored over all devices, none of which holds it whole
+    assert embed.sharding.shard_shape(embed.shape) == (SPEC.vocab_size, SPEC.d_model // len(jax.devices()))
     card = (out / "README.md").read_text()
     assert "BFCL multi-turn" in card and "feedbeef" in card and "0.75" in card and "3 updates" in card
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
@@ -82,6 +71,19 @@ def test_export_of_a_run_is_a_whole_model_folder(run_dir, tmp_path, capsys):
     # Once more into the same place: refused, unless it is asked for.
     assert cli.main(["export", str(folder), str(out)]) == 2
     assert cli.main(["export", str(folder), str(out), "--overwrite"]) == 0
+
+
+def test_export_keeps_the_base_model_s_sampling_values(run_dir, tmp_path):
+    folder, _ = run_dir
+    base = tmp_path / "base"
+    base.mkdir()
+    wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [5, 7]}
+    (base / "generation_config.json").write_text(json.dumps(wanted))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model.path": str(base)}))
+    assert cli.main(["export", str(folder), str(tmp_path / "model")]) == 0
+    assert json.loads((tmp_path / "model/generation_config.json").read_text()) == wanted
+    assert "generation_config.json" in (tmp_path / "model" / CHECKSUMS).read_text()
 
 
 def test_export_says_what_is_missing(run_dir, tmp_path, capsys):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from envace_jax.config import UserError
+from envace_jax.model import hf
 from envace_jax.model.hf import import_folder, load_params, save_params
 from envace_jax.model.hf_folder import CHECKSUMS, verify_folder
 from envace_jax.model.name_map import axis_sizes, entries, pieces
@@ -139,6 +142,67 @@ def test_import_goes_on_after_an_interruption(tmp_path):
     assert "found whole" in seen and "writing" in seen and not staging.exists()
     reference = import_folder(source, tmp_path / "reference", dtype="BF16", shard_bytes=60_000)
     assert (reference / CHECKSUMS).read_text() == (tmp_path / "out" / CHECKSUMS).read_text()
+
+
+def test_export_goes_on_after_an_interruption_for_the_same_values_alone(tmp_path):
+    spec = PRESETS["tiny"]
+    params = init_params(spec, jax.random.key(2))
+
+    class Stop(Exception):
+        pass
+
+    def stop_late(done: int, total: int, what: str) -> None:
+        if what == "writing" and done > 0.7 * total:
+            raise Stop
+
+    def save(source_id, progress):
+        return save_params(tmp_path / "out", params, spec, shard_bytes=60_000, source_id=source_id, progress=progress)
+
+    def found_whole(source_id):
+        with pytest.raises(Stop):
+            save("step 1", stop_late)
+        assert not (tmp_path / "out").exists()
+        seen: list[str] = []
+        folder = save(source_id, lambda done, total, what: seen.append(what))
+        assert "writing" in seen and verify_folder(folder) > 3
+        sums = (folder / CHECKSUMS).read_text()
+        shutil.rmtree(folder)
+        return seen.count("found whole"), sums
+
+    (kept, sums), (other, others) = found_whole("step 1"), found_whole("step 2")
+    assert kept >= 3 and other == 0 and sums == others
+
+
+def test_a_mesh_reads_every_tensor_once(hf_folder, monkeypatch):
+    _, folder = hf_folder(moe=True)
+    names, read = [], hf.st.read_tensor
+
+    def counted(path, info):
+        names.append(info.name)
+        return read(path, info)
+
+    monkeypatch.setattr(hf.st, "read_tensor", counted)
+    spec = Qwen3Spec.from_hf_config(folder)
+    params = load_params(folder, spec, Rules(), make_mesh(fsdp=2, tensor=2, expert=2))
+    assert sorted(names) == sorted(piece.name for piece in pieces(spec))
+    want = load_params(folder, spec)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (np.asarray(a) == np.asarray(b)).all(), params, want))
+
+
+@pytest.mark.quick
+def test_devices_with_the_same_shard_share_one_host_copy():
+    class Counted(np.ndarray):
+        cuts = 0
+
+        def __getitem__(self, index):
+            Counted.cuts += 1
+            return super().__getitem__(index)
+
+    view = np.arange(32, dtype=np.float32).reshape(8, 4)
+    mesh = make_mesh(fsdp=2, tensor=4)
+    placed = hf._place(view.view(Counted), jax.sharding.NamedSharding(mesh, jax.P("fsdp", None)))
+    np.testing.assert_array_equal(placed, view)
+    assert Counted.cuts == 2  # eight devices, two different halves
 
 
 def test_existing_folder_is_kept_or_replaced(tmp_path):

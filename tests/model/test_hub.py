@@ -11,6 +11,7 @@ import threading
 import jax
 import pytest
 
+from envace_jax import cli
 from envace_jax.config import UserError
 from envace_jax.model import hub
 from envace_jax.model.hf import save_params
@@ -108,6 +109,19 @@ def test_push_uploads_every_file_of_a_checked_folder(fake, online, tmp_path):
     sent = {entry["value"]["path"]: entry["value"] for entry in server.state["commit"] if entry["key"] == "file"}
     assert base64.b64decode(sent["config.json"]["content"]) == (folder / "config.json").read_bytes()
     assert {"README.md", "generation_config.json", "SHA256SUMS"} <= sent.keys()
+
+
+def test_export_pushes_what_it_wrote(run_dir, fake, online, tmp_path, monkeypatch, capsys):
+    server, address = fake
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    folder, out = run_dir[0], tmp_path / "m"
+    assert cli.main(["export", str(folder), str(out), "--push_to", "me/model"]) == 0
+    assert f"pushed: {address}/me/model/commit/1" in capsys.readouterr().out
+    weights = (out / "model.safetensors").read_bytes()
+    assert server.state["put"][hashlib.sha256(weights).hexdigest()] == weights
+    server.state["refuse"] = True
+    again = ["export", str(folder), str(out), "--overwrite", "--push_to", "me/model"]
+    assert cli.main(again) == 2 and f"the folder {out} is whole" in capsys.readouterr().err
 
 
 def test_refusal_is_one_line_and_damage_is_never_pushed(fake, online, tmp_path):
