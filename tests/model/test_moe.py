@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from envace_jax.config import UserError
 from envace_jax.model.hf import load_params
 from envace_jax.model.moe import balance_loss, grouped_matmul, moe_mlp, route, routed_differently
 from envace_jax.model.qwen3 import ForwardOptions, forward_with_routing, unembed
@@ -104,14 +106,15 @@ def test_expert_shards_exchange_tokens_without_loss(skewed):
     np.testing.assert_allclose(routing.counts, counts.counts)
 
 
-def test_forward_and_gradients_equal_transformers(hf_folder):
+@pytest.mark.parametrize("normed", [True, False])
+def test_forward_and_gradients_equal_transformers(normed, hf_folder):
     torch = pytest.importorskip("torch", reason="torch is the oracle")
 
     from envace_jax.model.name_map import axis_sizes, pieces
 
-    model, folder = hf_folder(moe=True)
+    model, folder = hf_folder(moe=True) if normed else hf_folder(moe=True, norm_topk_prob=False)
     spec = Qwen3Spec.from_hf_config(folder)
-    assert spec.is_moe and spec.norm_topk_prob
+    assert spec.is_moe and spec.norm_topk_prob == normed
     params = load_params(folder, spec)
     tokens = torch.tensor(TOKENS)
     their = model(tokens, output_router_logits=True, labels=tokens, use_cache=False)
@@ -190,13 +193,21 @@ def test_replayed_routing_is_used_and_counted(hf_folder):
 
 
 @pytest.mark.quick
-def test_a_gpu_without_the_grouped_kernel_is_said(monkeypatch):
+def test_a_gpu_multiplies_groups_by_a_kernel_or_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, w, sizes = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.array([1, 3], jnp.int32)
     monkeypatch.setitem(sys.modules, "tokamax", None)
-    x, w = jnp.ones((4, 3)), jnp.ones((2, 3, 5))
-    with pytest.warns(UserWarning, match="pip install tokamax"):
-        out = grouped_matmul(x, w, jnp.array([1, 3], jnp.int32))
-    np.testing.assert_allclose(out, 3.0)
+    with pytest.raises(UserError, match=r"pip install 'envace_jax\[cuda\]'"):
+        grouped_matmul(x, w, sizes)
+    asked = []
+
+    def ragged_dot(lhs, rhs, *, group_sizes, implementation):
+        asked.append(implementation)
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(ragged_dot=ragged_dot))
+    np.testing.assert_allclose(grouped_matmul(x, w, sizes), 3.0)
+    assert asked == [("mosaic", "triton")]  # without "xla", the dense product
 
 
 @pytest.mark.quick
