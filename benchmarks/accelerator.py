@@ -5,7 +5,8 @@
 Prints model FLOP utilisation, memory and tokens per second for each case, against the chip's published peaks. 8B with
 float32 master weights and moments has 98 GB of state and, with gradients and the compute copy, more than one device of
 140 GB holds: there adapters are trained, forward and backward through the whole model. `--tiny` runs every case on a
-tiny model, on any device.
+tiny model, on any device. After LIMIT seconds it stops with what is done, exit status 1; what was not run is said, in
+the JSON file too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import functools
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,12 @@ from envace_jax.planning.chips import CHIPS, Chip
 from envace_jax.sampling import programs
 
 KINDS = {"H200": "h200", "H100": "h100", "A100": "a100", "v5 lite": "v5e", "v6 lite": "v6e", "TPU v5": "v5p"}
+
+LIMIT = 450.0
+"""Seconds until it stops: with the start of Python and jax, eight minutes."""
+NOT_RUN = {
+    "8B update, all parameters": "float32 masters and moments are 98 GB, more than one device with gradients"
+}
 
 
 def chip() -> Chip | None:
@@ -156,8 +164,8 @@ def figures(name: str, seconds: float, compiled: float, flops: float, tokens: in
     }
 
 
-def cases(tiny: bool) -> list[Any]:
-    """What is measured, smallest memory first (the peak that a device reports never falls)."""
+def cases(tiny: bool) -> list[tuple[str, Any]]:
+    """What is measured, by name: smallest memory first (the peak that a device reports never falls)."""
     gpu = jax.default_backend() == "gpu"
     attention = "cudnn" if gpu else "splash" if jax.default_backend() == "tpu" else "chunked"
     base = UpdateConfig(
@@ -173,10 +181,10 @@ def cases(tiny: bool) -> list[Any]:
     slots, length = (4, 256) if tiny else (64, 4096)
     repeats = 1 if tiny else 4
     return [
-        lambda: decode("1.7B decode", small, slots, length, 16, repeats),
-        lambda: train("1.7B update, all parameters", small, base, repeats),
-        lambda: decode("8B decode", large, slots // 2, length, 16, repeats),
-        lambda: train("8B update, adapters of rank 16", large, base, repeats, LoraConfig()),
+        ("1.7B decode", lambda name: decode(name, small, slots, length, 16, repeats)),
+        ("1.7B update, all parameters", lambda name: train(name, small, base, repeats)),
+        ("8B decode", lambda name: decode(name, large, slots // 2, length, 16, repeats)),
+        ("8B update, adapters of rank 16", lambda name: train(name, large, base, repeats, LoraConfig())),
     ]
 
 
@@ -187,16 +195,33 @@ def main(argv: list[str] | None = None) -> list[dict]:
     args = parser.parse_args(argv)
     device = jax.devices()[0]
     print(f"jax {jax.__version__} on {device.device_kind} ({device.platform})")
-    results = []
-    for case in cases(args.tiny):
+    results: list[dict] = []
+    not_run = dict(NOT_RUN)
+    planned = cases(args.tiny)
+
+    def write() -> None:
+        for name, why in not_run.items():
+            print(f"not run: {name}: {why}", flush=True)
+        if args.json:
+            record = {"device": device.device_kind, "results": results, "not_run": not_run}
+            args.json.write_text(json.dumps(record, indent=1))
+
+    def stop() -> None:  # from a thread of its own: a compilation hears no signal
+        not_run.update((name, f"stopped after {LIMIT:g} s") for name, _ in planned[len(results) :])
+        write()
+        os._exit(1)
+
+    guard = threading.Timer(LIMIT, stop)
+    guard.daemon = True
+    guard.start()
+    for name, case in planned:
         try:
-            results.append(case())
+            results.append(case(name))
         except jax.errors.JaxRuntimeError as error:  # one case that does not fit must not hide the others
-            results.append({"failed": str(error).splitlines()[0][:200]})
+            results.append({"name": name, "failed": str(error).splitlines()[0][:200]})
         print(json.dumps(results[-1]), flush=True)
-    print("8B with float32 master weights and moments: 98 GB of state, with gradients above one device; not run")
-    if args.json:
-        args.json.write_text(json.dumps({"device": device.device_kind, "results": results}, indent=1))
+    guard.cancel()
+    write()
     return results
 
 
