@@ -8,6 +8,7 @@ import json
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 import safetensors.numpy
 from learning_common import tiny_config
 
@@ -21,6 +22,7 @@ from envace_jax.model.spec import PRESETS
 SPEC = dataclasses.replace(PRESETS["tiny"], vocab_size=768)  # the tokenizer's
 
 
+@pytest.mark.long
 def test_adapters_are_trained_merged_and_written_alone(tmp_path, toy_training):
     base = save_params(tmp_path / "base", init_params(SPEC, jax.random.key(0)), SPEC, dtype="F32")
     values = {

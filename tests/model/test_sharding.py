@@ -45,13 +45,13 @@ def single():
     return run
 
 
-def compare(spec, shape, rules, single, remat="full"):
+def compare(spec, shape, rules, single, **changes):
     params, want, want_grads = single(spec)
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, param_shardings(params, mesh, rules))
         rows = [jax.device_put(x, rules.spec("batch", "sequence")) for x in (TOKENS, POSITIONS, SEGMENTS)]
-        options = ForwardOptions(rules=rules, remat=remat)
+        options = ForwardOptions(**{"rules": rules, "remat": "full", **changes})
         got, grads = jax.jit(lambda p, rows: jax.value_and_grad(loss)(p, spec, rows, options))(placed, rows)
     np.testing.assert_allclose(got, want, atol=1e-5)
     leaves = (jax.tree.leaves(tree) for tree in (grads, want_grads, placed))
@@ -76,6 +76,14 @@ def test_experts_and_cut_sequences(single):
     compare(MOE, (1, 2, 2, 2), Rules(sequence="tensor"), single)
 
 
+def test_a_dense_model_with_cut_sequences(single):
+    compare(DENSE, (1, 2, 4, 1), Rules(sequence="tensor"), single)
+
+
+def test_experts_in_chunks_of_tokens(single):
+    compare(MOE, (1, 2, 1, 4), Rules(), single, moe_chunk=4)  # of the 8 tokens that a shard has
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
 def test_sequence_over_an_axis_of_its_own(spec, single):
@@ -83,9 +91,9 @@ def test_sequence_over_an_axis_of_its_own(spec, single):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots"])
+@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots", "offload"])
 def test_what_is_recomputed_changes_nothing(remat, single):
-    compare(DENSE, (1, 4, 2, 1), Rules(), single, remat)
+    compare(DENSE, (1, 4, 2, 1), Rules(), single, remat=remat)
 
 
 @pytest.mark.quick
