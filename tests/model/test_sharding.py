@@ -80,6 +80,7 @@ def test_a_dense_model_with_cut_sequences(single):
     compare(DENSE, (1, 2, 4, 1), Rules(sequence="tensor"), single)
 
 
+@pytest.mark.long
 def test_experts_in_chunks_of_tokens(single):
     compare(MOE, (1, 2, 1, 4), Rules(), single, moe_chunk=4)  # of the 8 tokens that a shard has
 

@@ -14,6 +14,7 @@ from plain import SPEC, make_params, plain_decode, row_logprobs
 
 from envace_jax.config import UserError
 from envace_jax.model import qwen3
+from envace_jax.model.lora import TARGETS, LoraConfig, init_lora, merge
 from envace_jax.model.qwen3 import ForwardOptions
 from envace_jax.sampling.engine import Engine, Request, SamplingParams
 
@@ -53,6 +54,20 @@ def test_group_prompts_are_prefilled_once_and_sampled_apart(make_engine, params)
     stats = engine.stats()
     assert stats["tokens_prefilled"] == 29
     assert stats["tokens_prompt"] == 4 * 29 and stats["tokens_reused"] == 3 * 29
+
+
+@pytest.mark.long
+def test_adapters_sample_as_the_merged_model(params):
+    config = LoraConfig(rank=2, alpha=4.0, targets=TARGETS)
+    shapes = init_lora(SPEC, config, jax.random.key(1))
+    lora = jax.tree.map(lambda x: 0.2 * jax.random.normal(jax.random.key(x.size), x.shape), shapes)
+    tuned = {**params, "lora": lora}
+    engine = Engine(tuned, SPEC, SMALL, seed=3, options=ForwardOptions(lora_scale=2.0))
+    request = Request(ids_of(np.random.default_rng(9), 12), SamplingParams(max_tokens=9), (9, 0))
+    engine.submit(request)
+    (said,) = drain(engine).values()
+    check(said, request, merge(tuned, 2.0), 3, SMALL.max_length)
+    assert list(said.ids) != plain_decode(params, request, 3, SMALL.max_length)[0]
 
 
 @pytest.mark.quick
