@@ -397,9 +397,10 @@ def lines(plan: Plan) -> list[str]:
         for axes, size in sorted(by_axis(p.collectives).items()):
             out.append(f"  collectives over {axes:<16}{gib(size):>12} received a call")
     total = plan.train_flops + plan.recompute_flops
+    passes = plan.train_flops / formulas.forward_flops(spec, work.tokens, work.pairs, work.predictions)
     out += [
         "",
-        f"model FLOPs a step: 3 (2 W t + 4 L H Dh p + 2 D V s) = {plan.train_flops:.3e}, recomputed "
+        f"model FLOPs a step: {passes:g} (2 W t + 4 L H Dh p + 2 D V s) = {plan.train_flops:.3e}, recomputed "
         f"{plan.recompute_flops:.3e} (W {formulas.active_weights(spec):,}, t {work.tokens:.3e}, p {work.pairs:.3e}, "
         f"s {work.predictions:.3e})",
         f"train: max(compute {plan.seconds['train compute']:.1f} s = {total:.3e} / ({plan.slice.size} x "

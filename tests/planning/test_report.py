@@ -136,6 +136,8 @@ def test_adapters_are_planned_by_what_is_trained():
     assert plan.resident.master == 4 * adapters + 2 * spec.n_params()  # the weights in bfloat16, no master copy
     assert plan.train_flops == pytest.approx(whole.train_flops * 2 / 3) and plan.score_flops == whole.score_flops
     assert plan.phases["update"] < whole.phases["update"]
+    for p, line in ((whole, "step: 3 (2 W t"), (plan, "step: 2 (2 W t")):
+        assert line in "\n".join(report.lines(p))
 
 
 @pytest.mark.quick
