@@ -22,6 +22,7 @@ from envace_jax.datasets.traces import TraceEpisode, text_action
 from envace_jax.evaluation.fidelity import Pair, compare
 from envace_jax.evaluation.stats import cluster_bootstrap, paired_cluster_bootstrap
 from envace_jax.json_files import parse, read_bytes
+from envace_jax.text.tool_calls import after_thinking
 from envace_jax.worldbook.agent import parse_object
 from envace_jax.worldbook.brief import fenced
 from envace_jax.worldbook.completer import BudgetExceeded, Completer, in_parallel
@@ -292,7 +293,7 @@ _FINAL = re.compile(r"<final_evaluation>(.*?)</final_evaluation>", re.S)
 
 def parse_grade(text: str) -> float | None:
     """The grade in 0..100 from a judge's answer: (mean of the positive dimensions - 1) / 4 * 100; None if malformed."""
-    blocks = _FINAL.findall(text.rsplit("</think>", 1)[-1])
+    blocks = _FINAL.findall(after_thinking(text))
     data = parse_object(blocks[-1]) if blocks else None
     scores = (data or {}).get("scores")
     if not isinstance(scores, dict) or set(scores) != set(DIMENSIONS):

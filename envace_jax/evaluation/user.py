@@ -12,6 +12,7 @@ from typing import Any
 
 from envace_jax.datasets.records import Task
 from envace_jax.rehearsal.episode import EpisodeState
+from envace_jax.text.tool_calls import after_thinking
 from envace_jax.text.transcript import Transcript
 
 END = "[[END]]"
@@ -55,7 +56,10 @@ class EndpointUser:
             done = yield self.endpoint.submit(messages(note, turns))
             if done.text is None:
                 raise SimulatorFailed(f"{done.cause}: {done.detail}")
-            text, mark, _ = done.text.rpartition("</think>")[2].partition(END)
+            said = after_thinking(done.text)
+            if done.text.strip() and not said.strip():
+                raise SimulatorFailed("the user model only thought; let it think less, or not at all")
+            text, mark, _ = said.partition(END)
             over = bool(mark)
             # A goodbye that ends the conversation gets no answer; an empty one would be no turn at all.
             return None if over and state is not None else text.strip() or "Hello."

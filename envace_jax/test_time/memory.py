@@ -15,6 +15,7 @@ from typing import Any
 
 from envace_jax.rehearsal.prompts import call_text
 from envace_jax.rewards.verifiers import turn_calls, turn_reply
+from envace_jax.text.tool_calls import after_thinking
 from envace_jax.text.transcript import Message, Turn
 
 EVALUATE = """\
@@ -89,8 +90,8 @@ class Reviewer:
         )
 
     def read_evaluation(self, text: str) -> Evaluation:
-        """The evaluation that a model wrote; thinking before it is left out."""
-        text = text.rpartition("</think>")[2].strip()
+        """The evaluation that a model wrote after its thinking; a thought that never ends holds none."""
+        text = after_thinking(text).strip()
         if self.compact:
             word, _, advice = text.partition("\n")
             score = {GOOD: 1.0, BAD: 0.0}.get(word.strip())

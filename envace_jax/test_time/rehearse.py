@@ -18,6 +18,7 @@ from envace_jax.rehearsal.grounding import Grounding, NoGrounding
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.test_time.memory import Rehearsed, Reviewer
 from envace_jax.test_time.plan import Plan
+from envace_jax.text.tool_calls import after_thinking
 from envace_jax.text.transcript import Message
 
 Start = Callable[[Setting, str], EpisodeState]
@@ -87,7 +88,7 @@ class Rehearser:
         prompt = self.reviewer.memory_prompt(rehearsed, plan.memory_tokens)
         written, done = yield from say(voice.at(plan.n), self.chat, prompt, plan.memory_tokens)
         spent.add("memory", len(done.ids))
-        memory = written.rpartition("</think>")[2].strip()
+        memory = after_thinking(written).strip()
         return Memory(memory, tuple(rehearsed))
 
     def one(self, start: Start, text: str, voice: Voice, spent: Spent, original: str | None = None) -> Flow[Rehearsed]:
@@ -117,7 +118,7 @@ class Rehearser:
             return None
         text, done = yield from say(voice.at(2, imagined), self.chat, prompt, self.cfg.max_rehearse_tokens)
         spent.add("imagined user", len(done.ids))
-        text = text.rpartition("</think>")[2].strip()
+        text = after_thinking(text).strip()
         return None if not text or text == DONE or done.finish != "stop" else text
 
 

@@ -99,6 +99,12 @@ def parse_assistant(text: str, *, mode: str = "strict", truncated: bool = False)
     return AssistantOutput(text, thinking, reply, tuple(scan.calls), dropped=tuple(f.code for f in faults))
 
 
+def after_thinking(text: str) -> str:
+    """What an output says once its thinking, if any, is over; nothing where a thought that it began never ends."""
+    said = text.rpartition(END_THINK)[2]
+    return "" if said.lstrip().startswith(THINK) else said
+
+
 def parse_execution_result(text: str, *, objects_only: bool = False) -> ParsedResult:
     """Parse one REHEARSE output: the first `<tool_response>` or `<execution_result>` block outside thinking.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from envace_jax.text.tool_calls import after_thinking
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook import records as R
 from envace_jax.worldbook.brief import BriefLimits, clip, fenced, make_brief, neutral, rule_lines, wait_hint
@@ -46,7 +47,7 @@ Tools: """
 
 def parse_object(text: str) -> dict[str, Any] | None:
     """The last JSON object in a model's output, thinking removed; None where there is none."""
-    text = text.rsplit("</think>", 1)[-1][-200_000:]
+    text = after_thinking(text)[-200_000:]
     decoder = json.JSONDecoder()
     found = None
     at = text.find("{")
@@ -343,7 +344,7 @@ _PREDICTED = re.compile(r"<predicted_observation>\n?(.*?)\n?</predicted_observat
 
 def predicted_text(output: str) -> str:
     """The observation in a model's free output: thinking removed; the last tagged one, else all of it."""
-    text = output.rsplit("</think>", 1)[-1]
+    text = after_thinking(output)
     found = _PREDICTED.findall(text)
     if found:
         return found[-1]

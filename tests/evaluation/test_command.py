@@ -159,3 +159,5 @@ def test_a_user_that_is_not_there_gives_no_result():
     chat = ChatFormat(load_tokenizer(TOKENIZER), thinking=False, tool_docs="none")
     _, results, failed = play_tau2(Endpoint("Hello.", None), chat, lambda request: "Who are you?")
     assert results == [] and "outage: gone" in failed[0]
+    _, results, failed = play_tau2(Endpoint("Hello.", "<think>\nI am"), chat, lambda request: "Who are you?")
+    assert results == [] and "only thought" in failed[0]

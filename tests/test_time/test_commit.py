@@ -11,6 +11,7 @@ from envace_jax.datasets.records import Task
 from envace_jax.rehearsal.episode import Setting
 from envace_jax.rehearsal.flow import Voice, begin, real_run, rehearsal, run_flows
 from envace_jax.test_time.commit import Committed
+from envace_jax.test_time.memory import Reviewer
 from envace_jax.test_time.plan import Plan, read_plan
 from envace_jax.text.transcript import Message
 from tests.test_time.conftest import CFG, TOOLS, Desk, Policy, answer, call
@@ -136,6 +137,26 @@ def test_an_unread_evaluation_is_neither_good_nor_bad(chat):
     _, counted, _ = commit(policy, "rehearse-parallel-2")
     assert counted["evaluations"] == [None, None] and counted["evaluations_unread"] == 2
     assert not any("memory" in text for text in policy.texts("act"))  # nothing remembered, nothing attached
+
+
+def test_a_thought_that_never_ends_is_no_memory_and_no_evaluation(chat):
+    thinking = replace(chat, thinking=True)
+    thought = "<think>\nThe user wants 11 cancelled, so first"
+    policy = Policy(thinking, act=cancel_once, evaluate=lambda *_: "<think>\ngood", remember=lambda *_: thought)
+    _, counted, log = commit(policy, "rehearse-parallel-2")
+    assert counted["memories"] == [""] and counted["evaluations_unread"] == 2
+    assert log == ["real:cancel_order"] and not any("memory\n" in text for text in policy.texts("act"))
+    ended = Policy(
+        thinking,
+        act=cancel_once,
+        evaluate=lambda *_: "<think>\nbad at first\n</think>\n\ngood",
+        remember=lambda *_: f"{thought}\n</think>\n\ncancel 11",
+    )
+    _, counted, _ = commit(ended, "rehearse-sequential-2")
+    assert counted["memories"] == ["cancel 11"] and counted["evaluations"] == [1.0, 1.0]
+    told = Reviewer(thinking, compact=False, max_input_tokens=2000)
+    assert told.read_evaluation('<think>\nsay {"score": 1}').score is None
+    assert told.read_evaluation('<think>\n{"score": 1}\n</think>\n{"score": 0}').score == 0.0
 
 
 def test_the_memory_keeps_its_budget(chat):

@@ -202,6 +202,23 @@ def test_thinking_comes_off_first():
     assert (out.thinking, out.reply) == ("", "x")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a memory", "a memory"),
+        ("", ""),
+        ("<think>\nhm\n</think>\n\nA", "\n\nA"),
+        ("opened by the prompt</think>A", "A"),
+        ("<think>cut off", ""),
+        ("\n<think>\ncut {\"score\": 1}", ""),
+        ("<think>a</think>\n<think>cut off", ""),
+        ("A <think> of the user's", "A <think> of the user's"),
+    ],
+)
+def test_what_is_said_after_thinking(text, said):
+    assert tc.after_thinking(text) == said
+
+
 def test_truncated_output_has_no_calls():
     out = parse_assistant("<think>t</think>Text" + G + '<tool_call>{"na', truncated=True)
     assert (out.error_code, out.calls, out.truncated) == (tc.OUTPUT_TRUNCATED, (), True)
