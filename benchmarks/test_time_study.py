@@ -3,8 +3,8 @@
     python benchmarks/test_time_study.py --trained runs/trained --warm runs/warm --out runs/test_time
 
 The acting policy is the trained one throughout. It rehearses itself (`trained`) or the warm-started policy rehearses
-for it (`warm`). Controls get the tokens that parallel rehearsal took on the same task and seed (`best`, `vote`), or N
-trials in forks of the real environment, or a longer thinking budget; what each spent is printed beside its score. Every
+for it (`warm`). Controls get the tokens that parallel rehearsal took on the same task and seed (`best`, `vote`, and
+`trials` in forks of the real environment), or a longer thinking budget; what each spent stands beside its score. Every
 cell is one `evaluate quickstart` run with its own result file, so that a stopped study goes on where it was.
 """
 
@@ -21,7 +21,7 @@ from envace_jax.evaluation.results import Result, read_results
 from envace_jax.evaluation.stats import Interval, cluster_bootstrap, detectable, paired_cluster_bootstrap
 
 CONTROLS = ("best", "vote", "trials", "think")
-MATCHED = ("best", "vote")
+MATCHED = ("best", "vote", "trials")
 
 
 @dataclass(frozen=True)

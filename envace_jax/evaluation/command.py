@@ -27,7 +27,7 @@ from envace_jax.evaluation.benchmarks import BENCHMARKS, Benchmark
 from envace_jax.evaluation.clients import CLIENTS, instructions
 from envace_jax.evaluation.results import Header, Result, ResultFile, digest, read_results, table, versions
 from envace_jax.options import whole
-from envace_jax.test_time.plan import NAMES, Plan, read_plan
+from envace_jax.test_time.plan import CONTROLS, NAMES, Plan, read_plan
 
 WHAT = (*BENCHMARKS, "fidelity", "finmcp", "bfcl-average", "nl-assertions", *CLIENTS, "compare")
 TEST_TIME_SAMPLING = (1.0, 1.0)
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=whole(0), default=0, help="runs a task (default: evaluation.samples)")
     parser.add_argument("--test_time", default="none", metavar="METHOD", help=NAMES)
     parser.add_argument(
-        "--match", type=Path, metavar="RESULT", help="best-N, vote-N: spend this result's tokens a task"
+        "--match", type=Path, metavar="RESULT", help="a control (best-N, …) spends this result's tokens a task"
     )
     parser.add_argument("--memory_tokens", type=whole(1), default=512, help="budget of the rehearsal memory")
     parser.add_argument("--rehearse_user", action="store_true", help="rehearsals imagine the user's next messages too")
@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_evaluate(cfg: ConfigDict, args: argparse.Namespace, engine: MakeEngine | None = None) -> None:
     """The command; `engine` makes, or has kept, the engine of a benchmark that is played."""
+    if args.match and (args.what not in BENCHMARKS or read_plan(args.test_time).kind not in CONTROLS):
+        controls = ", ".join(f"{name}-N" for name in CONTROLS)
+        raise UserError(f"--match goes with a benchmark and a control (--test_time {controls}), and with nothing else")
     if args.what in BENCHMARKS:
         _benchmark(cfg, args, BENCHMARKS[args.what], engine or policy_engine)
     elif args.what == "fidelity":
@@ -150,7 +153,7 @@ def _benchmark(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark, 
                 replace(episode, parser="lenient", judged=False),
                 plan,
                 turn_steps=benchmark.turn_steps,
-                budgets=budgets(read_results(args.match)[1]) if args.match else {},
+                budgets=_matched(args.match, tasks) if args.match else {},
                 simulator=simulator,
             )
             played = play(
@@ -181,6 +184,17 @@ def budgets(results: Sequence[Result]) -> dict[str, tuple[int, int]]:
         task: (round(sum(r.tokens for r in part) / len(part)), max(1, round(sum(r.acts for r in part) / len(part))))
         for task, part in by_task.items()
     }
+
+
+def _matched(path: Path, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
+    """Budgets from a result file that has every task."""
+    found = budgets(read_results(path)[1])
+    missing = [task.uuid for task in tasks if task.uuid not in found]
+    if missing:
+        raise UserError(
+            f"--match {path}: no result of {len(missing)} of {len(tasks)} tasks (first: {missing[0]}); play them there"
+        )
+    return found
 
 
 def policy_engine(cfg: ConfigDict, args: argparse.Namespace, chat: Any) -> Any:

@@ -7,8 +7,9 @@ run alone (and, in the control `trials`, by trials in forks of it). All tokens a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,9 @@ Counted = dict[str, Any]
 Simulator = Callable[[Task], Callable[[EpisodeState | None], "Flow[str | None]"]]
 """A user for a task: asked with None it opens the conversation."""
 
+_Tried = tuple[EpisodeState, Environment, float]
+"""A trial of a turn: how it ended, its fork, and the policy's own score of it."""
+
 GOOD_ENOUGH = 0.5
 """A step-wise rehearsal evaluated at least so is committed."""
 
@@ -56,7 +60,7 @@ class Committed:
         plan: the test-time method; none is one plain run.
         grounding: what REHEARSE may look at in private; nothing unless given.
         turn_steps: ACT outputs that a turn may take, 0: no limit.
-        budgets: `Plan.budget` by task, for controls that are to cost what another method cost.
+        budgets: `Plan.budget` by task, for controls that are to cost about what another method cost.
         simulator: who the user is; the task's own messages unless given.
         make: makes a fresh environment.
     """
@@ -153,17 +157,30 @@ class Committed:
     # --- ACT outputs that are more than one sample ----------------------------------------------------------------
 
     def _act(self, spent: Spent) -> Callable[[EpisodeState, Need, Voice], Flow[Completion]] | None:
-        chooser = {"stepwise": self._stepwise, "best": self._best, "vote": self._vote}.get(self.plan.kind)
+        choosers = {"stepwise": self._stepwise, "best": self._best, "vote": self._vote}
+        if self.budgets or self.plan.budget[0]:
+            choosers["think"] = self._think
+        chooser = choosers.get(self.plan.kind)
         return None if chooser is None else functools.partial(chooser, spent)
+
+    def _budget(self, task: Task) -> tuple[int, int]:
+        return self.budgets.get(task.uuid, self.plan.budget)
+
+    def _think(self, spent: Spent, state: EpisodeState, need: Need, voice: Voice) -> Flow[Completion]:
+        """One output that may be as long as what is left of the budget, and never less than without a method."""
+        tokens, _ = self._budget(state.task)
+        if tokens:
+            need = replace(need, max_tokens=max(self.cfg.max_act_tokens, tokens - _used(spent, state)))
+        return (yield from sample(state, need, voice))
 
     def _candidates(self, spent: Spent, state: EpisodeState, need: Need, voice: Voice) -> Flow[list[Completion]]:
         """N samples of one output, or as many as the budget's share for it allows (at least one)."""
-        tokens, acts = self.budgets.get(state.task.uuid, self.plan.budget)
+        tokens, acts = self._budget(state.task)
         if not tokens:
             flows = [sample(state, need, voice.at(need.segment, k)) for k in range(self.plan.n)]
             return (yield Together(flows))
         allowed = tokens * min(1.0, (state.acts + 1) / max(1, acts))
-        so_far = spent.total + sum(len(segment.ids) for segment in state.segments)
+        so_far = _used(spent, state)
         done: list[Completion] = []
         while not done or (so_far + sum(len(c.ids) for c in done) < allowed and len(done) < MAX_N):
             done.append((yield from sample(state, need, voice.at(need.segment, len(done)))))
@@ -241,11 +258,14 @@ class Committed:
         while True:
             start = start_of(task, state)
             past = 0 if state is None else len(state.segments)
-            flows = [
+            flows = (
                 self._trial(start(self.setting, text), environment.fork(), voice.at(0, turn, k), spent)
-                for k in range(self.plan.n)
-            ]
-            ran = yield Together(flows)
+                for k in range(MAX_N)
+            )
+            if self._budget(task)[0]:
+                ran = yield from self._until_spent(task, spent, past, flows)
+            else:
+                ran = yield Together(list(itertools.islice(flows, self.plan.n)))
             best = max(range(len(ran)), key=lambda k: (ran[k][2], -k))
             for k, (tried, _, _) in enumerate(ran):
                 if k != best:
@@ -258,13 +278,35 @@ class Committed:
                 return state
             text, turn = said, turn + 1
 
+    def _until_spent(self, task: Task, spent: Spent, past: int, flows: Iterable[Flow[_Tried]]) -> Flow[list[_Tried]]:
+        """Trials of one turn, one after the other, until the budget's share for the outputs so far is spent.
+
+        The last turn of a scripted user gets all that is left.
+        """
+        tokens, acts = self._budget(task)
+        ran: list[_Tried] = []
+        for flow in flows:
+            ran.append((yield from flow))
+            state = ran[-1][0]
+            last = self.simulator is None and len(state.transcript) >= len(task.user_turns)
+            allowed = tokens if last else tokens * min(1.0, max(one.acts for one, _, _ in ran) / max(1, acts))
+            before = sum(len(segment.ids) for segment in state.segments[:past])
+            if spent.total + before + sum(len(s.ids) for one, _, _ in ran for s in one.segments[past:]) >= allowed:
+                break
+        return ran
+
     def _trial(
         self, state: EpisodeState, environment: Environment, voice: Voice, spent: Spent
-    ) -> Flow[tuple[EpisodeState, Environment, float]]:
+    ) -> Flow[_Tried]:
         """One turn in a fork of its own, and how the policy evaluates it."""
         state = yield from real_run(state, voice.at(0), environment, turn_steps=self.turn_steps)
         score = yield from self._evaluate(spent, state.transcript[-1], voice.at(1))
         return state, environment, score
+
+
+def _used(spent: Spent, state: EpisodeState) -> int:
+    """All tokens so far, those of the episode as it stands included."""
+    return spent.total + sum(len(segment.ids) for segment in state.segments)
 
 
 def _action(output: AssistantOutput) -> str:

@@ -34,8 +34,9 @@ class Plan:
             the user says next, for at most `user_turns` messages more.
         rehearser: the engine's parameter set of everything that is private; the acting policy's is the voice's.
         every_turn: rehearse at every message of the user, or at the first one only.
-        budget: tokens to spend on candidates in all, instead of N for every output (controls `best` and `vote`), and
-            the ACT outputs over which to spread them. (0, 0): N decides.
+        budget: tokens to spend in all, instead of what N says, and the ACT outputs over which to spread them: on
+            candidates (`best`, `vote`), on trials (`trials`; at most MAX_N of either), or as room for one output
+            (`think`; as far as a row holds). (0, 0): N decides.
     """
 
     kind: str = "none"

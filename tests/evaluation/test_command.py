@@ -80,6 +80,13 @@ def test_a_test_time_method_counts_its_tokens_and_samples_as_published(tmp_path,
     spent = {r.task: r.tokens for r in results}
     for r in read_results(control)[1]:
         assert spent[r.task] <= r.tokens <= 1.5 * spent[r.task]
+    for refused in ("none", "rehearse-parallel-1", "rehearse-stepwise-1"):
+        assert evaluate(tmp_path, "quickstart", "--test_time", refused, "--match", str(out)) == 2
+        assert "--match goes with a benchmark and a control" in capsys.readouterr().err
+    assert evaluate(tmp_path, "compare", str(out), "--match", str(out)) == 2
+    more = ("quickstart", "--tasks", "3", "--test_time", "trials-2", "--match", str(out))
+    assert evaluate(tmp_path, *more, "--out", str(tmp_path / "t.jsonl")) == 2
+    assert "no result of " in capsys.readouterr().err
     assert command.budgets(results) == {r.task: (r.tokens, r.acts) for r in results}
 
 

@@ -256,6 +256,33 @@ def test_trials_run_in_forks_and_the_best_is_kept(chat):
     assert counted["tokens_private"]["trials"] > 0
 
 
+def test_a_budget_decides_how_many_trials(chat):
+    policy = Policy(chat, act=lambda text, key: cancel_once(text.rsplit("<|im_start|>user", 1)[1], key))
+    what = task("Cancel 11.", "Again.")
+    _, one, log = commit(policy, "trials-1", what=what)
+    assert len(log) == 2
+    for factor in (1, 3, 6):
+        _, counted, log = commit(policy, Plan("trials", 2, budget=(factor * one["tokens"], 4)), what=what)
+        assert factor * one["tokens"] <= counted["tokens"] < (factor + 1) * one["tokens"]
+        assert sum(step.startswith("real/") and step.count("/") == 1 for step in log) == factor  # half of it a turn
+    # acts of the budget that never come: the last turn gets all that is left
+    _, counted, _ = commit(policy, Plan("trials", 2, budget=(4 * one["tokens"], 400)), what=what)
+    assert 4 * one["tokens"] <= counted["tokens"] < 5 * one["tokens"]
+    # nothing but the bound on their number ends trials that cost nothing to speak of
+    _, _, log = commit(policy, Plan("trials", 2, budget=(10**6, 1)))
+    assert len(log) == 16
+
+
+def test_thinking_gets_what_is_left_of_a_budget(chat):
+    policy = Policy(chat, act=cancel_once)
+    _, counted, _ = commit(policy, Plan("think", 1, budget=(1000, 3)))
+    first, second = (request.params.max_tokens for _, _, request in policy.prompts)
+    assert first == 1000 and second == 1000 - len(chat.tokenizer.encode(cancel_once("", None))) - 1
+    policy.prompts.clear()
+    commit(policy, Plan("think", 1), budgets={"t": (10, 3)})
+    assert {request.params.max_tokens for _, _, request in policy.prompts} == {CFG.max_act_tokens}
+
+
 def test_thinking_gets_a_longer_limit_and_an_open_block(chat):
     policy = Policy(chat, act=cancel_once)
     commit(policy, "think-2")

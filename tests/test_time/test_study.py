@@ -38,6 +38,7 @@ def test_cells_commands_table_and_plot(tmp_path):
         if "--match" in command:
             matched = Path(command[command.index("--match") + 1]).stem
             assert order.index(matched) < order.index(cell.name) and f"seed{cell.seed}" in matched
+        assert ("--match" in command) == (cell.method in ("best", "vote", "trials"))
     asked = []
     study.run(args, lambda command: asked.append(command) or 0)
     assert len(asked) == len(every) and all(command[-1] == args.override[0] for command in asked)
@@ -71,7 +72,7 @@ def test_cells_commands_table_and_plot(tmp_path):
 @pytest.mark.long
 def test_a_small_study_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    args = arguments(tmp_path, "--tasks", "2", "--n", "1", "--seeds", "0", "--controls", "best", "think")
+    args = arguments(tmp_path, "--tasks", "2", "--n", "1", "--seeds", "0", "--controls", "best", "trials", "think")
     args.override = ["--config.rollout.slots=4", "--config.rollout.live_episodes=4"]
     study.run(args, cli.main)
     lines = study.summary(tmp_path, args.n, args.seeds, args.controls)
@@ -82,6 +83,7 @@ def test_a_small_study_runs(tmp_path, monkeypatch):
         ("rehearse-sequential", "trained"),
         ("rehearse-sequential", "warm"),
         ("best", "trained"),
+        ("trials", "trained"),
         ("think", "trained"),
     }
     sampling = [read_results(path)[0].sampling for path in tmp_path.glob("*.jsonl")]
