@@ -32,8 +32,6 @@ from envace_jax.serving.worlds import Worlds
 from envace_jax.test_time.plan import Plan, read_plan
 from envace_jax.text.chat import CALL, ChatFormat
 
-MAX_DEPTH = 64
-
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -82,6 +80,8 @@ class Server:
                 return await handler(request)
             except BadRequest as e:
                 return JSONResponse(e.body(), e.status)
+            except UserError as e:  # of what a client sent: a tool's schema, say, that cannot be used
+                return JSONResponse(BadRequest(str(e)).body(), 400)
             except Overloaded as e:
                 body = BadRequest(str(e), status=429, code="rate_limit_exceeded").body()
                 return JSONResponse(body, 429, {"Retry-After": str(e.retry_after)})
@@ -114,12 +114,9 @@ class Server:
         except TimeoutError:
             raise BadRequest("the body did not arrive in time", status=408) from None
         try:
-            value = json.loads(data)
-        except (ValueError, RecursionError) as e:
+            return protocol.read_json(data.decode())
+        except ValueError as e:
             raise BadRequest(f"the body is not JSON: {str(e)[:200]}") from None
-        if _depth(value) > MAX_DEPTH:
-            raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
-        return value
 
     def _method(self, asked: str) -> tuple[str, Plan]:
         """The model of a request, and the test-time method that its name may carry: `NAME+rehearse-parallel-2`."""
@@ -174,7 +171,10 @@ class Server:
             forced = f'{CALL}\n{{"name": {json.dumps(asked.named_tool, ensure_ascii=False)}, "arguments": '
         if forced:
             chat = replace(chat, thinking=False)  # the call comes first
-        ids = chat.encode_prompt(asked.messages, asked.tools)
+        try:
+            ids = chat.encode_prompt(asked.messages, asked.tools)
+        except ValueError as e:
+            raise BadRequest(f"no prompt can be made of this: {str(e)[:200]}", "messages") from None
         return ids + (chat.tokenizer.encode(forced) if forced else []), forced
 
     async def chat_completions(self, request: Request) -> Response:
@@ -394,20 +394,6 @@ class Server:
 
     async def fork_world(self, request: Request) -> Response:
         return JSONResponse(self.worlds.fork(request.path_params["world"]), 201)
-
-
-def _depth(value: Any) -> int:
-    deepest, level = 0, [value]
-    while level and deepest <= MAX_DEPTH:
-        deepest += 1
-        inner: list[Any] = []
-        for v in level:
-            if isinstance(v, dict):
-                inner.extend(v.values())
-            elif isinstance(v, list):
-                inner.extend(v)
-        level = inner
-    return deepest
 
 
 async def _unless_gone(request: Request, work: asyncio.Future) -> Any:

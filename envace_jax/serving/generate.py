@@ -146,7 +146,7 @@ class Generator:
                 if progress.finish == "nan":
                     raise BadRequest("the model produced NaN for this request", status=500)
                 if guide is not None and progress.finish is not None and guide.failure is not None:
-                    raise BadRequest(f"the schema could not be followed: {guide.failure}", status=500)
+                    raise BadRequest(f"the schema could not be followed: {guide.failure}")
                 logprobs += fresh_logprobs
                 done = progress.finish is not None
                 stopped = False

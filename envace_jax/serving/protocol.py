@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,8 @@ MAX_TOOLS = 512
 MAX_N = 32
 MAX_STOP = 8
 MAX_STOP_LENGTH = 256
+MAX_DEPTH = 64
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class BadRequest(ValueError):
@@ -78,6 +82,54 @@ class CompletionRequest:
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool
     sampling: Sampling
+
+
+def read_json(text: str) -> Any:
+    """The value of a client's JSON text: numbers are finite, text is what UTF-8 can hold, nesting is bounded.
+
+    Raises:
+        ValueError: it is not such JSON.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    return _cleaned(value) if _SURROGATE_ESCAPE.search(text) else value
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, dict):
+        return {clean_text(key): _cleaned(inner) for key, inner in value.items()}
+    return [_cleaned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _depth(value: Any) -> int:
+    deepest, level = 0, [value]
+    while level and deepest <= MAX_DEPTH:
+        deepest += 1
+        inner: list[Any] = []
+        for v in level:
+            if isinstance(v, dict):
+                inner.extend(v.values())
+            elif isinstance(v, list):
+                inner.extend(v)
+        level = inner
+    return deepest
 
 
 def _typed(body: Mapping[str, Any], name: str, kinds: tuple[type, ...], default: Any) -> Any:
@@ -152,9 +204,9 @@ def _call(value: Any, where: str) -> ToolCall:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise BadRequest(f"{where}.function.arguments is not JSON", where) from None
+            arguments = read_json(arguments or "{}")
+        except ValueError as error:
+            raise BadRequest(f"{where}.function.arguments is not JSON: {str(error)[:200]}", where) from None
     if not isinstance(arguments, dict):
         raise BadRequest(f"{where}.function.arguments must be a JSON object", where)
     return ToolCall(function["name"], arguments, value.get("id"))
@@ -210,7 +262,7 @@ def read_chat(body: Any, defaults: Sampling = Sampling()) -> ChatRequest:
     if isinstance(choice, dict):
         function = choice.get("function")
         named = function.get("name") if isinstance(function, dict) else None
-        if named not in names:
+        if not isinstance(named, str) or named not in names:
             raise BadRequest(f"tool_choice names '{named}', which is not among the tools", "tool_choice")
         choice = "named"
     elif choice is None:

@@ -249,6 +249,8 @@ def _check(schema: Mapping[str, Any]) -> None:
             return
         reference = node.get("$ref")
         if reference is not None:
+            if not isinstance(reference, str):
+                raise UserError("schema: a reference ($ref) that is no text")
             if reference in open_:
                 raise UserError(f"schema: the reference {reference!r} leads back to itself")
             if reference not in sound:
@@ -258,7 +260,7 @@ def _check(schema: Mapping[str, Any]) -> None:
             for inner in node[key] if isinstance(node.get(key), list) else ():
                 in_place(inner, open_)
 
-    def every(node: Any) -> None:
+    def every(node: Any, is_schema: bool = True) -> None:
         nonlocal nodes
         nodes += 1
         if nodes > MAX_NODES:
@@ -270,9 +272,10 @@ def _check(schema: Mapping[str, Any]) -> None:
                 raise UserError(
                     f"schema: an object in it has more than {MAX_PROPERTIES} keys, or one of them is too long"
                 )
-            in_place(node, ("#",) if node is schema else ())
-            for inner in node.values():
-                every(inner)
+            if is_schema:  # else its keys are names: one of them may be called $ref
+                in_place(node, ("#",) if node is schema else ())
+            for key, inner in node.items():
+                every(inner, not (is_schema and key in _BY_NAME))
         elif isinstance(node, list):
             for inner in node:
                 every(inner)

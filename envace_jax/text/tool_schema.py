@@ -153,7 +153,7 @@ def _usable(schema: Any, where: str, depth: int) -> Any:
         known = [_TYPE_ALIASES.get(n, n) if isinstance(n, str) else n for n in names]
         if any(isinstance(n, str) and n not in _TYPES for n in known):
             del out["type"]
-        else:
+        elif all(isinstance(n, str) for n in known):  # else the validator says what is wrong with it
             out["type"] = list(dict.fromkeys(known)) if isinstance(schema["type"], list) else known[0]
     for key, value in schema.items():
         if key in _SCHEMA_MAP and isinstance(value, dict):

@@ -140,7 +140,6 @@ def test_a_seed_repeats_an_answer(serve) -> None:
         ({"messages": [{"role": "oracle", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": USER, "temperature": -1}, "temperature"),
-        ({"messages": USER, "temperature": float("nan")}, "temperature"),
         ({"messages": USER, "temperature": True}, "temperature"),
         ({"messages": USER, "n": 1000}, "n"),
         ({"messages": USER, "max_tokens": 0}, "max_tokens"),
@@ -168,6 +167,12 @@ def test_bodies_that_are_no_bodies(serve) -> None:
     assert post(server.port, path, "[" * 100_000)[0] == 400
     assert post(server.port, path, '{"a": ' * 200 + "1" + "}" * 200)[0] == 400
     assert post(server.port, path, b"\xff\xfe")[0] == 400
+    for number in ("NaN", "-Infinity", "1e999", "9" * 5000):
+        body = json.dumps({"model": "tiny", "messages": USER})[:-1] + f', "temperature": {number}}}'
+        status, _, answer = post(server.port, path, body)
+        assert status == 400 and "is not JSON" in answer["error"]["message"]
+    status, _, answer = post(server.port, path, '{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}')
+    assert status == 404 and answer["error"]["message"].startswith("model '\ufffd'")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.putrequest("POST", path)
     connection.putheader("content-length", str(100 << 20))
