@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from envace_jax.datasets.cm2 import RecordedCall, Task
 from envace_jax.rehearsal.grounding import Brief
 from envace_jax.rehearsal.settings import EpisodeConfig
+from envace_jax.text.tool_calls import after_thinking
 from envace_jax.text.transcript import AssistantOutput, Message, Observation, ToolCall, Turn, canonical_json
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class PromptWriter:
         """ACT's output as REHEARSE reads it, with or without the thinking."""
         if self.cfg.show_thinking:
             return output.raw
-        return output.raw.rpartition("</think>")[2].strip("\n")
+        return after_thinking(output.raw).strip("\n")
 
     def example(self, record: RecordedCall) -> str:
         """One recorded call with its result."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,7 +29,7 @@ from envace_jax.serving.protocol import BadRequest, ChatRequest, Sampling
 from envace_jax.serving.rehearsed import Rehearsals
 from envace_jax.serving.stream import StreamParser, token_texts
 from envace_jax.serving.structured import Structure
-from envace_jax.serving.worlds import Worlds
+from envace_jax.serving.worlds import SHORT, Worlds
 from envace_jax.test_time.plan import Plan, read_plan
 from envace_jax.text.chat import CALL, ChatFormat
 
@@ -54,7 +55,9 @@ class Server:
     def __init__(self, generator: Generator, chat: ChatFormat, settings: ServerSettings, worlds: Worlds):
         self.generator, self.chat, self.settings, self.worlds = generator, chat, settings, worlds
         self.rehearsals = Rehearsals(generator, chat, worlds.cfg)
-        self.structure = Structure(chat)
+        self.structure = Structure(chat, seconds=generator.loop.time_limit)
+        # Four: a tokenizer's normalizer may join characters, and then a token stands for more of the text.
+        self._token_chars = 4 * max(len(chat.tokenizer.decode([i])) for i in range(chat.tokenizer.vocab_size))
         guarded = self._guarded
         self.app = Starlette(
             routes=[
@@ -113,6 +116,7 @@ class Server:
                         raise too_large
         except TimeoutError:
             raise BadRequest("the body did not arrive in time", status=408) from None
+        request.state.size = len(data)
         try:
             return protocol.read_json(data.decode())
         except ValueError as e:
@@ -161,7 +165,22 @@ class Server:
 
     # --- chat -----------------------------------------------------------------------------------------------------
 
-    def _prompt(self, asked: ChatRequest) -> tuple[list[int], str]:
+    async def _encoded(self, chars: int, encode: Callable[[], list[int]]) -> list[int]:
+        """Ids of a text: a short one's at once, a long one's away from the event loop, an endless one's never.
+
+        Raises:
+            BadRequest: the text cannot be encoded, or no tokens are long enough for it to fit.
+        """
+        held = self.generator.max_length
+        if chars > held * self._token_chars:
+            raise BadRequest(
+                f"the prompt has {chars} characters; this server holds {held} tokens with the answer",
+                "messages",
+                code="context_length_exceeded",
+            )
+        return encode() if chars <= SHORT else await asyncio.to_thread(encode)
+
+    async def _prompt(self, asked: ChatRequest) -> tuple[list[int], str]:
         """Prompt ids, and the text that was put into the model's mouth to force a call."""
         chat = self.chat if asked.thinking is None else replace(self.chat, thinking=asked.thinking)
         forced = ""
@@ -172,30 +191,33 @@ class Server:
         if forced:
             chat = replace(chat, thinking=False)  # the call comes first
         try:
-            ids = chat.encode_prompt(asked.messages, asked.tools)
+            chars = len(chat.render(asked.messages, asked.tools))
         except ValueError as e:
             raise BadRequest(f"no prompt can be made of this: {str(e)[:200]}", "messages") from None
+        ids = await self._encoded(chars, functools.partial(chat.encode_prompt, asked.messages, asked.tools))
         return ids + (chat.tokenizer.encode(forced) if forced else []), forced
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request)
         if request.headers.get("x-role", "").lower() == "rehearse":
-            return await self._rehearse(body)
+            return await self._rehearse(request, body)
         asked = protocol.read_chat(body, self.settings.defaults)
         model, plan = self._method(asked.model)
         extra: dict[str, Any] = {}
+        private = 0
         if plan.kind != "none":
+            self.generator.check((await self._prompt(asked))[0], asked.sampling)  # too long: not rehearsed either
             prepared = await _unless_gone(request, asyncio.ensure_future(self.rehearsals.prepare(asked, plan)))
-            asked = prepared.asked
+            asked, private = prepared.asked, prepared.tokens
             extra = {"rehearsal": {"memory": prepared.memory, "tokens": prepared.tokens}}
-        prompt, forced = self._prompt(asked)
+        prompt, forced = await self._prompt(asked)
         self.generator.check(prompt, asked.sampling)
-        guides = await self.structure.guides(asked, forced)
+        guides = await _unless_gone(request, asyncio.ensure_future(self.structure.guides(asked, forced)))
         if asked.sampling.stream:
-            return await self._stream(request, asked, model, prompt, forced, guides)
+            return await self._stream(request, asked, model, prompt, forced, guides, extra, private)
         outputs = await self._all(request, prompt, asked.sampling, guides)
         choices = [self._choice(i, asked, o, forced) for i, o in enumerate(outputs)]
-        counted = protocol.usage(len(prompt), sum(len(o.ids) for o in outputs))
+        counted = protocol.usage(len(prompt), sum(len(o.ids) for o in outputs), private)
         identity = protocol.new_id("chatcmpl")
         return JSONResponse(protocol.envelope("chat.completion", identity, model, choices, usage=counted, **extra))
 
@@ -232,7 +254,10 @@ class Server:
         prompt: list[int],
         forced: str,
         guides: Guides | None,
+        extra: dict[str, Any],
+        private: int,
     ) -> Response:
+        """Server-sent events; `extra` stands in the first one, `private` tokens are part of what was used."""
         identity = protocol.new_id("chatcmpl")
         sampling = asked.sampling
         merged: asyncio.Queue[tuple[int, Generated | Exception | None, bool]] = asyncio.Queue(maxsize=64)
@@ -259,9 +284,11 @@ class Server:
                 p.cancel()
             raise first[1]
 
-        def chunk(choice: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+        def chunk(
+            choice: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None, **extra: Any
+        ) -> bytes:
             inner = {"index": choice, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-            return protocol.event(protocol.envelope("chat.completion.chunk", identity, model, [inner]))
+            return protocol.event(protocol.envelope("chat.completion.chunk", identity, model, [inner], **extra))
 
         async def events() -> AsyncIterator[bytes]:
             parsers = [StreamParser(calls=bool(asked.tools), stops=sampling.stop) for _ in range(sampling.n)]
@@ -271,7 +298,7 @@ class Server:
             item: tuple[int, Generated | Exception | None, bool] | None = first
             try:
                 for i in range(sampling.n):
-                    yield chunk(i, {"role": "assistant", "content": ""})
+                    yield chunk(i, {"role": "assistant", "content": ""}, **(extra if i == 0 else {}))
                 while left:
                     choice, output, done = item or await merged.get()
                     item = None
@@ -305,7 +332,7 @@ class Server:
                         left.discard(choice)
                         yield chunk(choice, {}, protocol.finish_reason(output.finish, bool(parser.sent_calls)))
                 if sampling.stream_usage:
-                    counted = protocol.usage(len(prompt), sum(tokens))
+                    counted = protocol.usage(len(prompt), sum(tokens), private)
                     yield protocol.event(protocol.envelope("chat.completion.chunk", identity, model, [], usage=counted))
                 yield protocol.event("[DONE]")
             finally:
@@ -321,13 +348,17 @@ class Server:
             await self._body(request), self.chat.tokenizer.vocab_size, self.settings.defaults
         )
         model, sampling = self._model(asked.model), asked.sampling
-        prompts = [self.chat.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in asked.prompts]
+        encode = self.chat.tokenizer.encode
+        prompts = [
+            await self._encoded(len(p), functools.partial(encode, p)) if isinstance(p, str) else list(p)
+            for p in asked.prompts
+        ]
         for p in prompts:
             self.generator.check(p, sampling)
         if sampling.stream:
             if len(prompts) * sampling.n > 1:
                 raise BadRequest("a raw stream takes one prompt and n=1", "stream")
-            return self._stream_raw(prompts[0], model, sampling)
+            return await self._stream_raw(request, prompts[0], model, sampling)
         groups = await asyncio.gather(*(self._all(request, p, sampling) for p in prompts))
         choices: list[dict[str, Any]] = []
         for prompt, text, outputs in zip(prompts, asked.prompts, groups):
@@ -346,41 +377,55 @@ class Server:
         finish = "length" if output.finish == "length" else "stop"
         return {"index": index, "text": shown + output.text, "finish_reason": finish, "logprobs": logprobs}
 
-    def _stream_raw(self, prompt: list[int], model: str, sampling: Sampling) -> Response:
+    async def _stream_raw(self, request: Request, prompt: list[int], model: str, sampling: Sampling) -> Response:
         identity = protocol.new_id("cmpl")
+        outputs = self.generator.stream(prompt, sampling, 0, partial=True)
+        # What cannot run is refused with its own status, before the stream begins.
+        first = await _unless_gone(request, asyncio.ensure_future(anext(outputs)))
 
         async def events() -> AsyncIterator[bytes]:
             sent = 0
+            item: tuple[Generated, bool] | None = first
             try:
-                async for output, done in self.generator.stream(prompt, sampling, 0, partial=True):
+                while item is not None:
+                    output, done = item
                     text = output.text if done else output.text.rstrip("\ufffd")
                     choice = {"index": 0, "text": text[sent:], "finish_reason": None, "logprobs": None}
                     if done:
                         choice["finish_reason"] = "length" if output.finish == "length" else "stop"
                     sent = max(sent, len(text))
                     yield protocol.event(protocol.envelope("text_completion", identity, model, [choice]))
-                    if done:
-                        break
+                    item = None if done else await anext(outputs)
                 yield protocol.event("[DONE]")
-            except (BadRequest, Overloaded) as e:
-                yield protocol.event((e if isinstance(e, BadRequest) else BadRequest(str(e), status=429)).body())
+            except BadRequest as e:
+                yield protocol.event(e.body())
+            finally:
+                await outputs.aclose()
 
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     # --- the world-model role -------------------------------------------------------------------------------------
 
-    async def _rehearse(self, body: Any) -> Response:
-        """`X-Role: rehearse`: the conversation ends with an assistant's call, the answer is what it gets back."""
+    async def _rehearse(self, request: Request, body: Any) -> Response:
+        """`X-Role: rehearse`: the conversation ends with an assistant's calls; each choice answers one, in order."""
         asked = protocol.read_chat(body, self.settings.defaults)
         model = self._model(asked.model)
-        result = await self.worlds.answer_once(asked)
-        choice = {"index": 0, "message": {"role": "tool", "content": result.text}, "finish_reason": "stop"}
-        return JSONResponse(
-            protocol.envelope("chat.completion", protocol.new_id("chatcmpl"), model, [choice], source=result.source)
+        if asked.sampling.stream or asked.sampling.n != 1:
+            raise BadRequest("X-Role: rehearse answers whole and once: neither 'stream' nor 'n'", "stream")
+        results = await _unless_gone(
+            request, asyncio.ensure_future(self.worlds.answer_once(asked, request.state.size))
         )
+        choices = []
+        for i, (call, result) in enumerate(zip(asked.messages[-1].tool_calls, results)):
+            message = {"role": "tool", "content": result.text}
+            if isinstance(call.id, str):
+                message["tool_call_id"] = call.id
+            choices.append({"index": i, "message": message, "finish_reason": "stop", "source": result.source})
+        return JSONResponse(protocol.envelope("chat.completion", protocol.new_id("chatcmpl"), model, choices))
 
     async def create_world(self, request: Request) -> Response:
-        return JSONResponse(self.worlds.create(await self._body(request)), 201)
+        body = await self._body(request)
+        return JSONResponse(self.worlds.create(body, request.state.size), 201)
 
     async def one_world(self, request: Request) -> Response:
         world = request.path_params["world"]
@@ -390,7 +435,9 @@ class Server:
         return JSONResponse(self.worlds.describe(world))
 
     async def step_world(self, request: Request) -> Response:
-        return JSONResponse(await self.worlds.step(request.path_params["world"], await self._body(request)))
+        body = await self._body(request)
+        step = self.worlds.step(request.path_params["world"], body, request.state.size)
+        return JSONResponse(await _unless_gone(request, asyncio.ensure_future(step)))
 
     async def fork_world(self, request: Request) -> Response:
         return JSONResponse(self.worlds.fork(request.path_params["world"]), 201)

@@ -360,8 +360,17 @@ def message_body(content: str, reasoning: str, calls: Sequence[ToolCall]) -> dic
     return body
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def usage(prompt: int, completion: int, private: int = 0) -> dict[str, Any]:
+    """Tokens used; what was generated in private counts, and is told apart as reasoning is."""
+    total = completion + private
+    counted: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": total,
+        "total_tokens": prompt + total,
+    }
+    if private:
+        counted["completion_tokens_details"] = {"reasoning_tokens": private}
+    return counted
 
 
 def envelope(

@@ -34,15 +34,20 @@ from envace_jax.text.transcript import (
 
 MAX_RECORDED = 512
 COMPACT_EXAMPLES = 2
+MAX_WORLD, MAX_HELD = 1 << 20, 64 << 20
+"""Bytes of JSON that one world, and all worlds of a server, may hold."""
+SHORT = 8_192
+"""Characters that are encoded at once; more is done away from the event loop."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One session. `turns` is the conversation so far; `task` carries tools and recorded calls."""
+    """One session. `turns` is the conversation so far; `task` carries tools and recorded calls; `size` is both."""
 
     id: str
     task: Task
     turns: tuple[Turn, ...]
+    size: int
     lock: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
 
     @property
@@ -51,7 +56,7 @@ class World:
 
 
 class Worlds:
-    """All sessions of a server, the least recently used dropped beyond `limit`."""
+    """All sessions of a server, the least recently used dropped beyond `limit` of them, or `MAX_HELD` bytes."""
 
     def __init__(self, generator: Generator, chat: ChatFormat, cfg: EpisodeConfig, limit: int = 1024):
         self.generator, self.chat, self.cfg, self.limit = generator, chat, cfg, limit
@@ -59,8 +64,9 @@ class Worlds:
         self._worlds: OrderedDict[str, World] = OrderedDict()
         self._serial = itertools.count()
 
-    def create(self, body: Any) -> dict[str, Any]:
-        """`{tools, system?, user?, recorded?: [{name, arguments, result}]}` -> the world's description."""
+    def create(self, body: Any, size: int) -> dict[str, Any]:
+        """`{tools, system?, user?, recorded?: [{name, arguments, result}]}` of `size` bytes -> its description."""
+        _within(size)
         if not isinstance(body, dict):
             raise BadRequest("the body must be a JSON object")
         tools = read_tools(body.get("tools"))
@@ -79,12 +85,12 @@ class Worlds:
             if "result" not in r:
                 raise BadRequest(f"recorded[{i}] has no result", f"recorded[{i}]")
             messages += [Message("assistant", "", None, (call,)), Message("tool", result_text(r["result"]))]
-        return self._keep(Task("world", "world", tuple(messages), tools, ()), (Turn(user, ()),))
+        return self._keep(Task("world", "world", tuple(messages), tools, ()), (Turn(user, ()),), size)
 
     def fork(self, world: str) -> dict[str, Any]:
         """A second world with the same past."""
         original = self._get(world)
-        return self._keep(original.task, original.turns)
+        return self._keep(original.task, original.turns, original.size)
 
     def describe(self, world: str) -> dict[str, Any]:
         w = self._get(world)
@@ -94,33 +100,42 @@ class Worlds:
         self._get(world)
         del self._worlds[world]
 
-    async def step(self, world: str, body: Any) -> dict[str, Any]:
+    async def step(self, world: str, body: Any, size: int) -> dict[str, Any]:
         """`{name, arguments}` -> `{observation, source, error_code}`; the answer becomes part of the world's past."""
         w = self._get(world)
         call = self._call(body, "body")
         async with w.lock:
             w = self._get(world)
-            observation = await self._answer(w.task, w.turns, call)
+            _within(w.size + size)
+            observation = await self._answer(w.task, w.turns, call, w.size + size)
             output = AssistantOutput(call_text(call), None, "", (call,))
             last = w.turns[-1]
             turn = replace(last, steps=(*last.steps, Step(output, (observation,))))
-            self._worlds[world] = replace(w, turns=(*w.turns[:-1], turn))
+            size += w.size + len(observation.text)
+            self._worlds[world] = replace(w, turns=(*w.turns[:-1], turn), size=size)
+            self._drop()
         return {"observation": observation.text, "source": observation.source, "error_code": observation.error_code}
 
-    async def answer_once(self, asked: ChatRequest) -> Observation:
-        """The answer to the last call of a conversation that ends with an assistant's calls (no session)."""
+    async def answer_once(self, asked: ChatRequest, size: int) -> list[Observation]:
+        """The answers to a conversation that ends with an assistant's calls, in order (no session)."""
+        _within(size)
         last = asked.messages[-1]
         if last.role != "assistant" or not last.tool_calls:
             raise BadRequest("X-Role: rehearse answers a last message that is an assistant's tool_calls", "messages")
         task = Task("request", "request", asked.messages[:1], asked.tools, ())
-        turns, results = past_turns(asked.messages), ()
-        return await self._answer(task, turns, last.tool_calls[-1], asked.sampling, results)
+        turns, output = past_turns(asked.messages), AssistantOutput(last.content, None, last.content, last.tool_calls)
+        answered: list[Observation] = []
+        for call in last.tool_calls:
+            results = self.writer.results(output, answered)
+            answered.append(await self._answer(task, turns, call, size, asked.sampling, results))
+        return answered
 
     async def _answer(
         self,
         task: Task,
         turns: tuple[Turn, ...],
         call: ToolCall,
+        size: int,
         sampling: Sampling | None = None,
         results: tuple[str, ...] = (),
     ) -> Observation:
@@ -133,7 +148,11 @@ class Worlds:
             examples = closest(examples, call, COMPACT_EXAMPLES)
         text = call_block(call_text(call))
         entries = self.writer.entries(turns)
-        prompt = self.writer.prompt(Scene(task, Brief(examples), entries, text.strip("\n"), results, text))
+        scene = Scene(task, Brief(examples), entries, text.strip("\n"), results, text)
+        if size <= SHORT:
+            prompt = self.writer.prompt(scene)
+        else:  # by a writer of its own: what is kept by the shared one is short, and not for several threads
+            prompt = await asyncio.to_thread(lambda: PromptWriter(self.chat, self.cfg).prompt(scene))
         if prompt is None:
             raise BadRequest("tools and call alone are longer than this server's prompts", "tools")
         wanted = replace(sampling or Sampling(), n=1, max_tokens=self.cfg.max_rehearse_tokens)
@@ -151,18 +170,27 @@ class Worlds:
             raise BadRequest(f"{where}: expected {{name: text, arguments: object}}", where)
         return ToolCall(name, arguments)
 
-    def _keep(self, task: Task, turns: tuple[Turn, ...]) -> dict[str, Any]:
-        world = World(f"world-{next(self._serial)}", task, turns)
+    def _keep(self, task: Task, turns: tuple[Turn, ...], size: int) -> dict[str, Any]:
+        world = World(f"world-{next(self._serial)}", task, turns, size)
         self._worlds[world.id] = world
-        while len(self._worlds) > self.limit:
-            self._worlds.popitem(last=False)
+        self._drop()
         return self.describe(world.id)
+
+    def _drop(self) -> None:
+        held = sum(world.size for world in self._worlds.values())
+        while len(self._worlds) > self.limit or held > MAX_HELD:
+            held -= self._worlds.popitem(last=False)[1].size
 
     def _get(self, world: str) -> World:
         if world not in self._worlds:
             raise BadRequest(f"there is no world '{world}'", status=404, code="world_not_found")
         self._worlds.move_to_end(world)
         return self._worlds[world]
+
+
+def _within(size: int) -> None:
+    if size > MAX_WORLD:
+        raise BadRequest(f"a world holds at most {MAX_WORLD} bytes; this would be {size}", status=413)
 
 
 def past_turns(messages: tuple[Message, ...]) -> tuple[Turn, ...]:

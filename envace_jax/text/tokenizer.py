@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 TURN_END, PAD = "<|im_end|>", "<|endoftext|>"
+LONG = 8_192  # characters
 
 
 class Tokenizer(Protocol):
@@ -143,10 +144,17 @@ class HfTokenizer:
         return dict(self._tags)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(clean_text(text), add_special_tokens=False).ids
+        return self._encode(clean_text(text), self._tokenizer)
 
     def encode_data(self, text: str) -> list[int]:
-        return self._data_tokenizer.encode(clean_text(text), add_special_tokens=False).ids
+        return self._encode(clean_text(text), self._data_tokenizer)
+
+    @staticmethod
+    def _encode(text: str, tokenizer: Any) -> list[int]:
+        if len(text) < LONG:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        # Other threads run meanwhile: `encode` keeps the interpreter to itself, `encode_batch` does not.
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return _decode_known(ids, self._size, lambda part: self._tokenizer.decode(part, skip_special_tokens=False))

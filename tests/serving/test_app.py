@@ -205,6 +205,10 @@ def test_a_full_queue_answers_429_with_retry_after(serve) -> None:
     assert status == 429 and int(headers["retry-after"]) > 0 and answer["error"]["code"] == "rate_limit_exceeded"
     status, _, _ = post(server.port, "/v1/chat/completions", json.dumps({"stream": True, **json.loads(body)}))
     assert status == 429
+    for stream in (False, True):
+        body = json.dumps({"model": "tiny", "prompt": "a", "stream": stream})
+        status, headers, _ = post(server.port, "/v1/completions", body)
+        assert status == 429 and int(headers["retry-after"]) > 0
 
 
 def test_a_client_that_goes_away_frees_its_row(serve, chat) -> None:
@@ -214,10 +218,20 @@ def test_a_client_that_goes_away_frees_its_row(serve, chat) -> None:
     step = engine.step
     engine.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
     server = serve(engine)
-    for stream in (False, True):
-        body = json.dumps({"model": "tiny", "messages": USER, "stream": stream}).encode()
+    _, _, world = post(server.port, "/v1/worlds", json.dumps({"tools": TOOLS}))
+    arguments = {"order": 1}
+    calls = [{"type": "function", "function": {"name": "get_order", "arguments": json.dumps(arguments)}}]
+    asked = {"model": "tiny", "tools": TOOLS, "messages": [*USER, {"role": "assistant", "tool_calls": calls}]}
+    for path, extra, wanted in (
+        ("chat/completions", "", {"model": "tiny", "messages": USER, "stream": False}),
+        ("chat/completions", "", {"model": "tiny", "messages": USER, "stream": True}),
+        ("completions", "", {"model": "tiny", "prompt": "a", "stream": True}),
+        ("chat/completions", "X-Role: rehearse\r\n", asked),
+        (f"worlds/{world['id']}/step", "", {"name": "get_order", "arguments": arguments}),
+    ):
+        body = json.dumps(wanted).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as s:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\n{extra}Content-Length: {len(body)}\r\n\r\n"
             s.sendall(head.encode() + body)
             while server.loop.open_requests == 0:
                 time.sleep(0.01)
@@ -315,6 +329,17 @@ def test_the_rehearsing_role_and_its_worlds(serve, chat) -> None:
     body = {"model": "tiny", "tools": TOOLS, "messages": [*USER, {"role": "assistant", "tool_calls": [call]}]}
     status, _, answer = post(server.port, "/v1/chat/completions", json.dumps(body), {"X-Role": "rehearse"})
     assert status == 200 and answer["choices"][0]["message"] == {"role": "tool", "content": '{"status": "shipped"}'}
+    assert answer["choices"][0]["source"] == "rehearsed"
+    two = [{**call, "id": "a"}, {"id": "b", "function": {"name": "cancel_order", "arguments": '{"order": "x"}'}}]
+    several = {**body, "messages": [*USER, {"role": "assistant", "tool_calls": [*two, {**call, "id": "c"}]}]}
+    status, _, answer = post(server.port, "/v1/chat/completions", json.dumps(several), {"X-Role": "rehearse"})
+    got = [choice["message"].get("tool_call_id") for choice in answer["choices"]]
+    assert status == 200 and got == ["a", "b", "c"]
+    assert [choice["source"] for choice in answer["choices"]] == ["rehearsed", "error", "rehearsed"]
+    assert "shipped" not in prompts[-2] and "shipped" in prompts[-1]  # a later call knows what the earlier ones got
+    for wrong in ({"stream": True}, {"n": 2}):
+        got = post(server.port, "/v1/chat/completions", json.dumps({**body, **wrong}), {"X-Role": "rehearse"})
+        assert got[0] == 400 and "'stream' nor 'n'" in got[2]["error"]["message"]
     recorded = [{"name": "get_order", "arguments": {"order": 9}, "result": {"status": "new"}}]
     status, _, world = post(server.port, "/v1/worlds", json.dumps({"tools": TOOLS, "recorded": recorded}))
     assert status == 201

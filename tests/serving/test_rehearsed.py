@@ -30,6 +30,9 @@ def test_it_rehearses_once_for_each_message_of_the_user(chat, serve):
     assert got.choices[0].message.tool_calls[0].function.name == "cancel_order"
     assert got.model == "tiny+rehearse-parallel-2"
     assert got.rehearsal["memory"] == "cancel 11" and got.rehearsal["tokens"] > 0
+    said = len(chat.tokenizer.encode(act("", None)))
+    assert got.usage.completion_tokens == said + got.rehearsal["tokens"]
+    assert got.usage.completion_tokens_details.reasoning_tokens == got.rehearsal["tokens"]
     assert len(policy.texts("evaluate")) == 2 and len(policy.texts("remember")) == 1
     assert policy.texts("act")[-1].count("memory\ncancel 11") == 1
     # the tool's real answer comes: the same memory, no further rehearsal
@@ -55,7 +58,9 @@ def test_it_rehearses_once_for_each_message_of_the_user(chat, serve):
     assert ask(server.url, later).choices[0].message.content == "I cannot say."
     assert len(policy.texts("evaluate")) == 4
     stream = ask(server.url, later, stream=True)
-    assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == "I cannot say."
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "I cannot say."
+    assert [c.rehearsal for c in chunks if hasattr(c, "rehearsal")] == [{"memory": "cancel 11", "tokens": 0}]
     assert len(policy.texts("evaluate")) == 4
 
 
