@@ -65,6 +65,31 @@ def make_environment(task: Task) -> Environment:
     return environment
 
 
+_LOOKS = ("look", "examine", "read", "inventory", "task", "objects", "recipe")
+"""First words of ScienceWorld's actions that only look."""
+
+
+def may_write(environment_name: str, name: str, arguments: dict[str, Any]) -> bool:
+    """Whether a call is of a kind that can change the state: by the tool's name alone, or by an action's verb, and so
+    the same whatever came of it."""
+    if environment_name == "quickstart":
+        from envace_jax.datasets.quickstart.environment import WRITES
+
+        return name in WRITES
+    if environment_name == "bfcl":
+        from envace_jax.datasets.bfcl import WRITES as BFCL_WRITES
+
+        return name in BFCL_WRITES
+    if environment_name.startswith("tau2_"):
+        from envace_jax.datasets.tau2 import WRITES as TAU2_WRITES
+
+        return name in TAU2_WRITES[environment_name.removeprefix("tau2_")]
+    if environment_name == "scienceworld":
+        words = str(arguments.get("action", "")).split()
+        return bool(words) and words[0].lower() not in _LOOKS
+    return environment_name == "terminal"
+
+
 _SHELL_REFUSALS = (": No such file or directory", ": command not found", ": cannot ", ": Permission denied")
 
 

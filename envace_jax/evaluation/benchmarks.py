@@ -35,6 +35,7 @@ class Benchmark:
         reference: adds the reference dialogue to a task that comes without one (fidelity needs it).
         must_end: whether an episode that was cut off scores 0 whatever it did.
         notes: caveats for every number.
+        packages: whose versions a result names, beside those that all results name.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Benchmark:
     notes: tuple[str, ...] = ()
     live: int = 0
     reference: Callable[[Task], Task] = lambda task: task
+    packages: tuple[str, ...] = ()
 
     def floor(self, task: Task) -> float:
         """The score of an agent that calls nothing and says goodbye in every turn."""
@@ -235,5 +237,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         max_acts=60,
         live=4,
         reference=_scienceworld_reference,
+        packages=("scienceworld",),
     ),
 }

@@ -30,6 +30,7 @@ from envace_jax.options import whole
 from envace_jax.test_time.plan import CONTROLS, NAMES, Plan, read_plan
 
 WHAT = (*BENCHMARKS, "fidelity", "finmcp", "bfcl-average", "nl-assertions", *CLIENTS, "compare")
+FIDELITY = ("quickstart", "bfcl", "tau2", "scienceworld")
 TEST_TIME_SAMPLING = (1.0, 1.0)
 """Temperature and top_p of the published test-time table, for both roles."""
 
@@ -55,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rehearser", metavar="DIR", help="another model rehearses: a folder of the same shape")
     parser.add_argument("--user_url", default="", help="tau2: endpoint of the user simulator (default: scripted solo)")
     parser.add_argument("--user_model", default="", help="tau2: its model")
-    parser.add_argument("--judge_url", default="", help="nl-assertions: endpoint of the judge")
-    parser.add_argument("--judge_model", default="", help="nl-assertions: its model")
-    parser.add_argument("--on", default="quickstart", help="fidelity: tasks of quickstart, bfcl or tau2")
+    parser.add_argument("--judge_url", default="", help="nl-assertions, fidelity: endpoint of the judge")
+    parser.add_argument("--judge_model", default="", help="nl-assertions, fidelity: its model")
+    parser.add_argument("--on", default="quickstart", choices=FIDELITY, help="fidelity: whose tasks")
 
 
 def run_evaluate(cfg: ConfigDict, args: argparse.Namespace, engine: MakeEngine | None = None) -> None:
@@ -83,10 +84,11 @@ def run_evaluate(cfg: ConfigDict, args: argparse.Namespace, engine: MakeEngine |
     elif args.what == "nl-assertions":
         _nl_assertions(args)
     elif args.what == "finmcp":
-        from envace_jax.evaluation.finmcp import report
+        from envace_jax.evaluation.finmcp import report, write
 
         for path in _files(args):
             print("\n".join(report(path)))
+            print(f"results: {write(path)}")
     else:
         print(instructions(args.what))
 
@@ -105,6 +107,7 @@ def _nl_assertions(args: argparse.Namespace) -> None:
             header, results = read_results(path)
             assessed = nl_assertions.assess(results, tasks, endpoint)
             print("\n".join(nl_assertions.report(header, assessed, args.judge_model)))
+            print(f"results: {nl_assertions.write(path, header, assessed, args.judge_model)}")
 
 
 def _files(args: argparse.Namespace) -> list[Path]:
@@ -217,10 +220,11 @@ def _simulator(cfg: ConfigDict, args: argparse.Namespace, benchmark: Benchmark) 
     if benchmark.name != "tau2":
         raise UserError(f"--user_url: {benchmark.name} has user messages of its own")
     from envace_jax.endpoint import Endpoint, EndpointSettings
-    from envace_jax.evaluation.user import EndpointUser
+    from envace_jax.evaluation.user import GREETING, RULES, EndpointUser
 
     settings = EndpointSettings(args.user_url, args.user_model, temperature=0.0, top_p=1.0, max_tokens=512)
-    return EndpointUser(Endpoint(settings)), f"{args.user_model} at temperature 0, own prompt"
+    prompt = digest(RULES + GREETING)
+    return EndpointUser(Endpoint(settings)), f"{args.user_model} at temperature 0, own prompt (SHA-256 {prompt})"
 
 
 def _header(
@@ -261,7 +265,7 @@ def _header(
             "user_in_rehearsals": plan.user if plan.kind != "none" else "",
             "match": "" if args.match is None else hashlib.sha256(args.match.read_bytes()).hexdigest(),
         },
-        versions=versions(),
+        versions=versions(*benchmark.packages),
         tasks=len(tasks),
         trials=args.trials or cfg.evaluation.samples,
         full=_count(benchmark, whole),

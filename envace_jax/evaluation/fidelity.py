@@ -28,8 +28,9 @@ class Pair:
     """One call with what REHEARSE answered and what the environment answered (both texts).
 
     `copyable`: the same name and arguments stood in the grounding, so the answer could be reused. `distance`: calls
-    made before it in the episode. `group`: the trajectory, for clustered intervals. `changed`: whether the real
-    state changed; None where that is not known.
+    made before it in the episode. `group`: the trajectory, for clustered intervals. `writes`: whether a call like it
+    may change the state, which is known before it is answered; with an answer that accepts it, that is the predicted
+    change. `changed`: whether the real state changed; None where that is not known.
     """
 
     tool: str
@@ -231,6 +232,9 @@ def summarise(pairs: Sequence[Pair], is_rejection: Rejection = is_error) -> dict
     )
     changes = [(p.changed, p.writes and s.rejects is False) for p, s in zip(pairs, scores) if p.changed is not None]
     out["state_change_accuracy"] = sum(a == b for a, b in changes) / len(changes) if changes else math.nan
+    right = sum(a and b for a, b in changes)
+    for name, said in (("precision", sum(b for _, b in changes)), ("recall", sum(bool(a) for a, _ in changes))):
+        out[f"state_change_{name}"] = right / said if said else math.nan
     return out
 
 

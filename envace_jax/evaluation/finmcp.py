@@ -9,6 +9,8 @@ published code), `emr_groups` lets the calls of one message stand in any order (
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.evaluation.results import versions
 from envace_jax.json_files import parse, read_bytes
+
+RECORDS = 613
+"""Of the whole benchmark."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,22 @@ def evaluate(path: str | Path) -> tuple[dict[str, dict[str, float]], list[str]]:
     return {"all": metrics(counts)} | parts, left_out
 
 
+def write(path: str | Path) -> Path:
+    """The metrics as JSON beside the predictions, with their digest; its path."""
+    out = Path(path).with_name(f"{Path(path).name}.finmcp.json")
+    scores, left_out = evaluate(path)
+    record = {
+        "predictions": Path(path).name,
+        "digest": hashlib.sha256(read_bytes(Path(path))).hexdigest(),
+        "versions": versions(),
+        "scores": scores,
+        "left_out": left_out,
+        "full": RECORDS,
+    }
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    return out
+
+
 def report(path: str | Path) -> list[str]:
     """`evaluate` as lines, beside the published numbers."""
     from envace_jax.evaluation.published import measured
@@ -142,6 +164,6 @@ def report(path: str | Path) -> list[str]:
         )
     lines.append(f"  left out: {len(left_out)}" + "".join(f"\n    {text}" for text in left_out[:5]))
     lines += [f"  published: {p.model} {p.metric} {p.value:.2f} ({p.source}, {p.place})" for p in measured("finmcp")]
-    if scores["all"]["n"] < 613:
-        lines.append("  partial: the benchmark has 613 records")
+    if scores["all"]["n"] < RECORDS:
+        lines.append(f"  partial: the benchmark has {RECORDS} records")
     return lines

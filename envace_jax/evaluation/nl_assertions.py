@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
-from envace_jax.evaluation.results import Header, Result
+from envace_jax.evaluation.results import Header, Result, digest, versions
 from envace_jax.text.transcript import canonical_json
 
 RULES = """\
@@ -103,6 +104,23 @@ def _problem(text: str, n: int) -> str | None:
     if not isinstance(verdicts, list) or len(verdicts) != n or not all(isinstance(v, bool) for v in verdicts):
         return f"verdicts: expected {n} booleans"
     return None
+
+
+def write(path: Path, header: Header, assessed: Sequence[Assessed], judge: str) -> Path:
+    """The verdicts as JSON beside the result file that they are about, with what they depend on; its path."""
+    out = path.with_name(f"{path.name}.nl_assertions.json")
+    record = {
+        "result": path.name,
+        "benchmark": header.benchmark,
+        "model": header.model,
+        "judge": judge,
+        "judge_temperature": 0.0,
+        "judge_prompt": digest(RULES),
+        "versions": versions(),
+        "verdicts": [asdict(one) for one in assessed],
+    }
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    return out
 
 
 def report(header: Header, assessed: Sequence[Assessed], judge: str) -> list[str]:

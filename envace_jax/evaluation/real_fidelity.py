@@ -6,7 +6,8 @@ that must be refused. *Free-running*: the reference calls again, each answered a
 first step at which they part is kept. *Sim-to-real*: the policy acts in its rehearsal, and its calls are replayed for
 real: Real (success in the environment), WM (the checklist passed in rehearsal), W2R (the rehearsed calls, replayed),
 CR = W2R / Real, and the gap WM - W2R: how far rehearsals flatter. It is watched because a policy that writes its own
-world could learn to pass there alone.
+world could learn to pass there alone. Where a rehearsal has no verdict (ScienceWorld's tasks have no checklist) WM and
+the gap leave it out.
 
 Beside REHEARSE stand two predictors that know nothing, `accepts` (an empty object for everything) and `nearest` (a
 schema check, then the closest record of the same tool in other tasks), and the ceiling `replay`, the environment
@@ -28,10 +29,12 @@ from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
 from envace_jax.datasets.records import RecordedCall, Task
-from envace_jax.environments import is_rejection, make_environment
+from envace_jax.environments import is_rejection, make_environment, may_write
 from envace_jax.evaluation.benchmarks import BENCHMARKS, Benchmark
 from envace_jax.evaluation.fidelity import Pair, compare, parse, rejection_intervals, report
+from envace_jax.evaluation.next_observation import Answer, Results, Row, judge_rows
 from envace_jax.evaluation.quickstart import FidelityCase, ask_rehearse
+from envace_jax.evaluation.results import digest, versions
 from envace_jax.evaluation.stats import cluster_bootstrap
 from envace_jax.rehearsal import episode
 from envace_jax.rehearsal.episode import Need, Setting
@@ -44,6 +47,7 @@ from envace_jax.rewards.judge import RuleJudge
 from envace_jax.rewards.verifiers import json_equal, turn_calls
 from envace_jax.text.tool_schema import check_call
 from envace_jax.text.transcript import Message, Role, ToolCall, canonical_json
+from envace_jax.worldbook.completer import Completer
 
 SEED = 0
 """Decides which call of a task loses its predecessor."""
@@ -123,7 +127,7 @@ def _probes(
         actual = environment.step(call.name, call.arguments)
         now = environment.state_hash()
         changed, state = now != state, now
-        writes = changed or (is_rejection(name, actual) and _writes(original or task, call.name))
+        writes = may_write(name, call.name, call.arguments)
         record = exact_record(original or task, call)
         shown = not isinstance(grounding, NoGrounding)
         pair = Pair(
@@ -150,12 +154,6 @@ class _Fixed:
 
     def brief(self, task: Task, state: Any, call: ToolCall) -> Any:
         return self.inner.brief(self.task, state, call)
-
-
-def _writes(task: Task, tool: str) -> bool:
-    """Whether a tool is one that changes state, by the rules of the task's own checklist."""
-    rules = (item.rule for items in task.checklists[0] for item in items if item.rule) if task.checklists else ()
-    return any(tool in rule["writes"] for rule in rules if rule["kind"] == "state")
 
 
 # --- predictors -------------------------------------------------------------------------------------------------------
@@ -216,6 +214,26 @@ def fidelity_report(asked: Sequence[Probe], predicted: dict[str, list[Pair]]) ->
             [(one.rejects, one.rejected) for one in decided], [pair.group for pair in pairs]
         )
     return out
+
+
+def judged(asked: Sequence[Probe], answers: Sequence[Pair], judge: Completer, benchmark: Benchmark) -> dict[str, Any]:
+    """The five-dimension grade (0..100) of the answers: `domain_mean`, the mean of the benchmark's categories, each in
+    `domains`; how many were graded (`n`) and how many the judge failed on (`excluded`)."""
+    rows = []
+    for k, probe in enumerate(asked):
+        environment = make_environment(probe.task)
+        history = tuple(
+            (call.name, call.arguments, canonical_json(environment.step(call.name, call.arguments)))
+            for call in probe.before
+        )
+        domain, pair = benchmark.category(probe.task), probe.case.pair
+        rows.append(Row(str(k), domain, pair.group, pair.tool, probe.call.arguments, pair.actual, history))
+    given = [Answer(row.id, pair.predicted, "rehearse") for row, pair in zip(rows, answers)]
+    grades = judge_rows(judge, rows, given)
+    table = Results("rehearse", rows, {"judge": grades}).table(1_000)["judge"]
+    table = table or {"domain_mean": math.nan, "domains": {}}
+    n = sum(not math.isnan(grade) for grade in grades)
+    return {"n": n, "excluded": len(grades) - n, "domain_mean": table["domain_mean"], "domains": table["domains"]}
 
 
 # --- free running -----------------------------------------------------------------------------------------------------
@@ -283,28 +301,33 @@ def sim_to_real(
     from envace_jax.evaluation.play import play, real_config
     from envace_jax.test_time.commit import Committed
 
-    played = rollout(
-        tasks, engine=engine, chat=chat, cfg=cfg, judge=RuleJudge(), seed=seed, grounding=grounding or NoGrounding()
-    )
     wm: dict[str, float] = {}
     w2r: dict[str, float] = {}
-    for trajectory in played:
-        task = tasks[trajectory.group]
-        if trajectory.reward is None:  # no verdict: neither passed nor failed
-            continue
-        wm[task.uuid] = float(trajectory.reward > 1 - 1e-6)
-        w2r[task.uuid] = benchmark.score(task, trajectory.transcript)["score"]
+    for judged in (True, False):
+        part = [t for t in tasks if judged == any(items for turns in t.checklists for items in turns)]
+        rules = replace(cfg, episode=replace(cfg.episode, judged=judged))
+        source = grounding or NoGrounding()
+        for trajectory in rollout(
+            part, engine=engine, chat=chat, cfg=rules, judge=RuleJudge(), seed=seed, grounding=source
+        ):
+            task = part[trajectory.group]
+            if judged and trajectory.reward is not None:  # without a verdict it neither passed nor failed
+                wm[task.uuid] = float(trajectory.reward > 1 - 1e-6)
+            w2r[task.uuid] = benchmark.score(task, trajectory.transcript)["score"]
     method = Committed(chat, real_config(cfg.episode, benchmark), turn_steps=benchmark.turn_steps)
     voice = Voice((seed, 1), cfg.temperature, cfg.top_p, cfg.top_k)
     real = {r.task: r.score for r in play(benchmark, tasks, method, engine, voice)}
-    names = [uuid for uuid in real if uuid in wm]
-    if not names:
-        raise UserError("no rehearsed episode has a verdict: sim-to-real replay has nothing to compare")
-    means = {key: sum(part[u] for u in names) / len(names) for key, part in (("Real", real), ("WM", wm), ("W2R", w2r))}
-    gap = cluster_bootstrap([wm[u] - w2r[u] for u in names], names)
-    return means | {
-        "n": len(names),
+    means = {key: sum(part[u] for u in real) / len(real) for key, part in (("Real", real), ("W2R", w2r))}
+    out = means | {
+        "n": len(real),
+        "n_judged": len(wm),
         "CR": means["W2R"] / means["Real"] if means["Real"] else math.nan,
+    }
+    if not wm:
+        return out | dict.fromkeys(("WM", "gap", "gap_low", "gap_high"), math.nan)
+    gap = cluster_bootstrap([wm[u] - w2r[u] for u in wm], list(wm))
+    return out | {
+        "WM": sum(wm.values()) / len(wm),
         "gap": gap.mean,
         "gap_low": gap.low,
         "gap_high": gap.high,
@@ -315,12 +338,15 @@ def sim_to_real(
 
 
 def run_fidelity(cfg: ConfigDict, args: argparse.Namespace) -> None:
-    """`evaluate fidelity --on BENCHMARK`: the three protocols, printed and written as JSON."""
+    """`evaluate fidelity --on BENCHMARK`: the three protocols, printed and written as JSON; with a judge its grades."""
     from envace_jax.build import chat_format, load_model, make_engine, mesh_for
+    from envace_jax.endpoint import Endpoint, EndpointSettings
+    from envace_jax.evaluation.command import folder_digest
     from envace_jax.rehearsal.grounding import make_grounding
+    from envace_jax.worldbook.completer import EndpointCompleter
 
-    if args.on not in BENCHMARKS:
-        raise UserError(f"--on {args.on}: expected one of {', '.join(BENCHMARKS)}")
+    if bool(args.judge_url) != bool(args.judge_model):
+        raise UserError("evaluate fidelity: --judge_url and --judge_model name the judge together")
     benchmark = BENCHMARKS[args.on]
     tasks = [benchmark.reference(task) for task in benchmark.load(args.split, args.tasks, args.category)]
     chat = chat_format(cfg)
@@ -333,6 +359,22 @@ def run_fidelity(cfg: ConfigDict, args: argparse.Namespace) -> None:
     found = predictions(fits, engine, chat, max_tokens=rules.episode.max_rehearse_tokens)
     result = {
         "benchmark": f"{benchmark.name}/{args.split}",
+        "model": {"name": cfg.model.path or f"random {cfg.model.size}", "digest": folder_digest(cfg.model.path)},
+        "template": digest(chat.template()),
+        "sampling": {
+            "teacher_forced": "greedy",
+            "free_running": "greedy",
+            "temperature": rules.temperature,
+            "top_p": rules.top_p,
+            "top_k": rules.top_k,
+            "max_act_tokens": rules.episode.max_act_tokens,
+            "max_rehearse_tokens": rules.episode.max_rehearse_tokens,
+            "max_input_tokens": rules.episode.max_input_tokens,
+            "thinking": chat.thinking,
+            "rehearse_prompt": rules.episode.rehearse_prompt,
+            "seed": cfg.seed,
+        },
+        "versions": versions("scienceworld"),
         "grounding": cfg.rollout.grounding,
         "tasks": len(tasks),
         "calls": len(fits),
@@ -341,27 +383,34 @@ def run_fidelity(cfg: ConfigDict, args: argparse.Namespace) -> None:
         "free_running": free_running(tasks, engine, chat, rules.episode, grounding=grounding),
         "sim_to_real": sim_to_real(benchmark, tasks, engine, chat, rules, seed=cfg.seed, grounding=grounding),
     }
+    if args.judge_url:
+        settings = EndpointSettings(args.judge_url, args.judge_model, temperature=0.6, top_p=1.0, max_tokens=32_768)
+        with Endpoint(settings) as judge:
+            result["judged"] = judged(fits, found["rehearse"], EndpointCompleter(judge), benchmark)
+        result["judged"]["judge"] = args.judge_model
     out = args.out or Path(cfg.run_dir) / "evaluation" / f"fidelity_{benchmark.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_plain(result), indent=1) + "\n")
     print("\n".join([*lines(result), f"results: {out}"]))
 
 
-SHOWN = (
-    "json_equal",
-    "leaf_f1",
-    "reject_precision",
-    "reject_recall",
-    "reject_f1",
-    "reject_mcc",
-    "error_class_accuracy",
-)
+SHOWN = {
+    "json_equal": "json equal",
+    "leaf_f1": "leaf F1",
+    "reject_precision": "reject P",
+    "reject_recall": "reject R",
+    "reject_f1": "reject F1",
+    "reject_mcc": "reject MCC",
+    "error_class_accuracy": "error class",
+    "state_change_precision": "change P",
+    "state_change_recall": "change R",
+}
 
 
 def lines(result: dict[str, Any]) -> list[str]:
     """The report of `run_fidelity`, as lines."""
     out = [f"fidelity on {result['benchmark']}, grounding {result['grounding']}: {result['calls']} calls"]
-    out.append("  " + "predictor".ljust(24) + " ".join(name[:12].rjust(12) for name in SHOWN))
+    out.append("  " + "predictor".ljust(24) + " ".join(label.rjust(12) for label in SHOWN.values()))
     for name, parts in result["teacher_forced"].items():
         for part in ("all", "not_copyable", "reads", "writes", "read_after_write"):
             if part in parts:
@@ -373,8 +422,15 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"median first divergence {free['median_divergence']}"
     )
     sim = result["sim_to_real"]
+    if judged := result.get("judged"):
+        domains = ", ".join(f"{name} {value:.1f}" for name, value in judged["domains"].items())
+        out.append(
+            f"  five dimensions, judged by {judged['judge']}: {judged['domain_mean']:.1f} of 100 ({domains}); "
+            f"{judged['n']} calls judged, {judged['excluded']} not"
+        )
     out.append(
-        f"  sim to real (n={sim['n']}): Real {sim['Real']:.3f}, WM {sim['WM']:.3f}, W2R {sim['W2R']:.3f}, "
+        f"  sim to real (n={sim['n']}, {sim['n_judged']} rehearsals with a verdict): "
+        f"Real {sim['Real']:.3f}, WM {sim['WM']:.3f}, W2R {sim['W2R']:.3f}, "
         f"CR {sim['CR']:.3f}, rehearsed-real gap {sim['gap']:.3f} [{sim['gap_low']:.3f}, {sim['gap_high']:.3f}]"
     )
     return out

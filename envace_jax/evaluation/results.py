@@ -157,10 +157,10 @@ def _differences(old: Header, new: Header) -> list[str]:
             if name not in FREE and before[name] != now[name]]  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that a number may depend on, where they are installed."""
+def versions(*more: str) -> dict[str, str]:
+    """Versions of the packages that a number may depend on, and of `more`, where they are installed."""
     out = {"envace_jax": __version__}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

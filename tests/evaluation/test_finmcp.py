@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from envace_jax.evaluation.finmcp import called, count, evaluate, metrics, report
+from envace_jax.evaluation.finmcp import called, count, evaluate, metrics, report, write
 
 pytestmark = pytest.mark.quick
 
@@ -67,6 +67,9 @@ def test_files_and_what_is_left_out(tmp_path):
     lines = tmp_path / "p.jsonl"
     lines.write_text("\n".join(json.dumps(r) for r in records))
     assert evaluate(lines) == (scores, left_out)
+    written = json.loads(write(path).read_text())
+    assert written["scores"]["all"]["n"] == evaluate(path)[0]["all"]["n"] and written["left_out"] == evaluate(path)[1]
+    assert written["digest"] and written["versions"]["envace_jax"] and written["full"] == 613
     text = "\n".join(report(path))
     assert "partial: the benchmark has 613 records" in text and "54.04" in text
 

@@ -37,7 +37,7 @@ class Judge:
         return future
 
 
-def test_assertions_are_judged_apart():
+def test_assertions_are_judged_apart(tmp_path):
     tasks = {task.uuid: task for task in load_tau2(("retail",))}
     with_some = [task for task in tasks.values() if task.meta["nl_assertions"]][:3]
     without = next(task for task in tasks.values() if not task.meta["nl_assertions"])
@@ -55,5 +55,11 @@ def test_assertions_are_judged_apart():
     assert "judged by judge-1 (not part of any score above)" in text
     assert f"{ns[0]} of {ns[0] + ns[1]} assertions met" in text and "1 of 2 conversations" in text
     assert "score x assertions on those conversations: 0.500" in text and "1 conversations without a verdict" in text
+    header = Header("tau2/all", {"name": "m"}, "h", "t", {})
+    path = nl_assertions.write(tmp_path / "r.jsonl", header, assessed, "judge-1")
+    written = json.loads(path.read_text())
+    assert path.name == "r.jsonl.nl_assertions.json" and written["judge"] == "judge-1" and written["judge_prompt"]
+    assert [one["verdicts"] for one in written["verdicts"]] == [[True] * ns[0], [False] * ns[1], None]
+    assert written["verdicts"][2]["cause"] == "timeout" and written["model"] == {"name": "m"}
     with pytest.raises(UserError, match="not a tau2 task"):
         nl_assertions.assess([Result("quickstart-1", 0, "q", 1.0)], tasks, judge)

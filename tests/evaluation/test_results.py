@@ -95,8 +95,18 @@ def test_floors_stand_beside_scores_and_averages_only_where_all_is_there():
 
 
 def test_published_numbers_hold_together():
+    assert len({(p.source, p.place, p.model, p.benchmark, p.metric) for p in PUBLISHED}) == len(PUBLISHED)
     values = {(p.place, p.model, p.benchmark): p.value for p in PUBLISHED}
-    assert len(values) == len([p for p in PUBLISHED if p.benchmark != "finmcp"]) + 4  # FinMCP has three metrics
+    judged = [p for p in PUBLISHED if p.benchmark == "agentworldbench" and p.place == "Table 1"]
+    assert len(judged) == 2 * 5 * 8
+    for k in range(0, len(judged), 8):  # seven environments and their mean
+        *each, average = judged[k : k + 8]
+        assert average.model.endswith(", average")
+        assert sum(p.value for p in each) / 7 == pytest.approx(average.value, abs=0.011)
+    replayed = {(p.model, p.metric): p.value for p in measured("sim_to_real")}
+    for model in {model for model, _ in replayed}:
+        ratio = 100 * replayed[model, "W2R"] / replayed[model, "Real"]
+        assert ratio == pytest.approx(replayed[model, "CR"], abs=0.06)
     for model in ("Qwen3-8B", "AWM-14B", "EnvScaler-8B", "EnvACE-1.7B", "EnvACE-8B"):
         mean = np.mean([values["Table 1", model, b] for b in ("bfcl_v4", "tau2", "vita")])
         assert values["Table 1", model, "overall"] == pytest.approx(mean, abs=0.011)
