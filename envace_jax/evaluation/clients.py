@@ -17,16 +17,19 @@ VitaBench is played by its own harness (its checkout; delivery and in-store task
 Its score needs a judge model; state user and judge with every number. With 'NAME+rehearse-parallel-2' for NAME the
 policy rehearses first.""",
     "bfcl-cli": f"""\
-All categories of BFCL v4 (memory too, but memory_vector) are played and scored by the official program:
+All categories of BFCL v4 that run offline are played and scored by the official program (web_search asks a search
+service, memory_vector needs an encoder from a model hub; with both, --test-category all_scoring):
 
   {SERVE}
   launch/clients.sh bfcl              # .clients/bfcl: it pins an older numpy, so it has an environment of its own
   export BFCL_PROJECT_ROOT=RUN        # test_case_ids_to_generate.json lies here, for --run-ids
   REMOTE_OPENAI_BASE_URL=http://127.0.0.1:8000/v1 REMOTE_OPENAI_API_KEY=EMPTY \\
       .clients/bfcl/bin/bfcl generate \\
-      --model Qwen/Qwen3-8B-FC --test-category all_scoring --skip-server-setup --local-model-path MODEL --result-dir R
-  OPENAI_API_KEY=EMPTY .clients/bfcl/bin/bfcl evaluate --model Qwen/Qwen3-8B-FC --test-category all_scoring \\
-      --result-dir R --score-dir S
+      --model Qwen/Qwen3-8B-FC --test-category non_live,live,multi_turn,memory_kv,memory_rec_sum \\
+      --skip-server-setup --local-model-path MODEL --result-dir R
+  OPENAI_API_KEY=EMPTY .clients/bfcl/bin/bfcl evaluate --model Qwen/Qwen3-8B-FC \\
+      --test-category non_live,live,multi_turn,memory_kv,memory_rec_sum --result-dir R --score-dir S
+  python -m envace_jax evaluate import S     # result files for `compare` and `bfcl-average`
 
 This route asks raw completions and renders the Qwen3 prompt itself (temperature .001 unless told, no top_p, 4,096
 tokens); it asks for the model by its path, so serve it with --name MODEL. The chat route is --model
@@ -39,7 +42,9 @@ score of the papers; say which):
 
   {SERVE}
   tau2 run --domain telecom --agent-llm openai/NAME --agent-llm-args '{{"api_base": "http://127.0.0.1:8000/v1",
-      "api_key": "EMPTY", "temperature": 0.6, "top_p": 0.95}}' --user-llm USER --user-llm-args '{{}}' --num-trials 4
+      "api_key": "EMPTY", "temperature": 0.6, "top_p": 0.95}}' --user-llm USER --user-llm-args '{{}}' --num-trials 4 \\
+      --save-to OUT
+  python -m envace_jax evaluate import OUT.json     # in the harness's data folder; a result file for `compare`
 
 Doing nothing but ending politely scores 38.0 on airline, 6.1 on retail and 0 on telecom (0.2.0): give it beside every
 score.""",

@@ -6,6 +6,7 @@ evaluate compare RESULT              beside the published numbers
 evaluate nl-assertions RESULT        tau2's natural-language assertions, by a judge, apart from the score
 evaluate finmcp PREDICTIONS          tool metrics on the benchmark's record format
 evaluate fidelity                    rehearsed against real answers, and rehearsed against real success
+evaluate import FOLDER|FILE          scores of the official BFCL and tau2 programs, as result files
 evaluate vita|bfcl-cli|tau2-cli      how the official program is run as a client of `serve`
 """
 
@@ -29,7 +30,7 @@ from envace_jax.evaluation.results import Header, Result, ResultFile, digest, re
 from envace_jax.options import whole
 from envace_jax.test_time.plan import CONTROLS, NAMES, Plan, read_plan
 
-WHAT = (*BENCHMARKS, "fidelity", "finmcp", "bfcl-average", "nl-assertions", *CLIENTS, "compare")
+WHAT = (*BENCHMARKS, "fidelity", "finmcp", "bfcl-average", "nl-assertions", *CLIENTS, "import", "compare")
 FIDELITY = ("quickstart", "bfcl", "tau2", "scienceworld")
 TEST_TIME_SAMPLING = (1.0, 1.0)
 """Temperature and top_p of the published test-time table, for both roles."""
@@ -42,7 +43,7 @@ MakeEngine = Callable[[ConfigDict, argparse.Namespace, Any], Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="a benchmark, or what to do with a result file")
     parser.add_argument("files", nargs="*", type=Path, help="result or prediction files (compare, finmcp, …)")
-    parser.add_argument("--out", type=Path, help="result file (default: RUN_DIR/evaluation/BENCHMARK.jsonl)")
+    parser.add_argument("--out", type=Path, help="result file; import: folder (default: in RUN_DIR/evaluation)")
     parser.add_argument("--split", choices=("heldout", "train", "all"), default="heldout")
     parser.add_argument("--category", action="append", default=[], help="only this part of the benchmark (repeatable)")
     parser.add_argument("--tasks", type=whole(0), default=0, help="at most so many, evenly over all of them; 0: all")
@@ -81,6 +82,8 @@ def run_evaluate(cfg: ConfigDict, args: argparse.Namespace, engine: MakeEngine |
         from envace_jax.evaluation.bfcl_average import report as averages
 
         print("\n".join(averages(_files(args))))
+    elif args.what == "import":
+        _import(cfg, args)
     elif args.what == "nl-assertions":
         _nl_assertions(args)
     elif args.what == "finmcp":
@@ -91,6 +94,24 @@ def run_evaluate(cfg: ConfigDict, args: argparse.Namespace, engine: MakeEngine |
             print(f"results: {write(path)}")
     else:
         print(instructions(args.what))
+
+
+def _import(cfg: ConfigDict, args: argparse.Namespace) -> None:
+    from envace_jax.evaluation.official import official
+
+    for path in _files(args):
+        for header, results in official(path):
+            name = f"official_{header.benchmark.partition('/')[0]}_{_safe(header.model['name'])}.jsonl"
+            out = (args.out or Path(cfg.run_dir) / "evaluation") / name
+            with ResultFile(out, header) as file:
+                for result in results:
+                    if (result.task, result.trial) not in file.done:
+                        file.write(result)
+            print("\n".join([*table(header, file.results), f"results: {out}"]))
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
 
 
 def _nl_assertions(args: argparse.Namespace) -> None:
