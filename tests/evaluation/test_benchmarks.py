@@ -138,19 +138,42 @@ def plain_tau2(task, calls, replies) -> bool:
     return ends[0] == ends[1] and all(str(info).lower() in said for info in task.meta["communicate"])
 
 
-def test_perturbed_tau2_transcripts_score_as_a_plain_replay_says():
-    benchmark, verdicts = BENCHMARKS["tau2"], []
+@pytest.mark.parametrize("seeds", [5, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+def test_perturbed_tau2_transcripts_score_as_a_plain_replay_says(seeds):
+    """The packages ship tools, tasks and databases, but no evaluator: the oracle is the check written a second time."""
+    benchmark, verdicts, kinds = BENCHMARKS["tau2"], [], set()
     for domain in ("airline", "retail"):
         tasks = [task for task in load_tau2((domain,)) if task.meta["gold"][0]]
-        for seed in range(5):
+        for seed in range(seeds):
             rng = random.Random(f"perturb/{domain}/{seed}")
             task = tasks[(7 * seed) % len(tasks)]
-            turns = [gold(task)[0]] if seed == 0 else perturbed(gold(task), rng)[1] or [[]]
+            kind, turns = ("gold", gold(task)) if seed == 0 else perturbed(gold(task), rng)
+            calls = turns[0] if turns else []
             said = "Nothing." if seed % 3 == 1 else "; ".join(f"{text}" for text in task.meta["communicate"])
-            ours = benchmark.score(task, transcript_of(task, turns, [said]))
-            assert bool(ours["score"]) == plain_tau2(task, turns[0], [said]), (domain, seed)
+            ours = benchmark.score(task, transcript_of(task, [calls], [said]))
+            assert bool(ours["score"]) == plain_tau2(task, calls, [said]), (domain, seed, kind)
             verdicts.append(bool(ours["score"]))
+            kinds.add(kind)
     assert {True, False} == set(verdicts)
+    assert seeds == 5 or len(kinds) == 10
+
+
+def test_malformed_tau2_outputs_call_nothing():
+    benchmark = BENCHMARKS["tau2"]
+    tasks = [task for task in load_tau2(("retail",)) if task.meta["gold"][0]][:2]
+    texts = ("<tool_call>\n{'name': nonsense}\n</tool_call>", '<tool_call>\n{"name": "x"', "<think>\nnever ends")
+    bad = [parse_assistant(text, mode="lenient") for text in texts]
+    assert all(output.error_code and not output.calls for output in bad)
+    noise = tuple(Step(output, ()) for output in bad)
+    for task in tasks:
+        said = "; ".join(str(text) for text in task.meta["communicate"])
+        good = transcript_of(task, gold(task), [said])
+        noisy = tuple(Turn(turn.user, (*noise, *turn.steps)) for turn in good)
+        assert benchmark.score(task, noisy) == benchmark.score(task, good) == {
+            "score": 1.0, "database": 1.0, "communicate": 1.0
+        }  # fmt: skip
+        for only in ((Turn("?", noise),), (Turn("?", ()),), ()):
+            assert bool(benchmark.score(task, only)["score"]) == plain_tau2(task, [], [""])
 
 
 @pytest.mark.quick

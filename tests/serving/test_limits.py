@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
+import time
 
 import pytest
 
+from envace_jax import cli
 from envace_jax.rehearsal.scripted import ScriptedEngine
 from envace_jax.serving import protocol, structured, worlds
 from envace_jax.serving.loop import Overloaded
 from tests.serving.conftest import Running
-from tests.serving.test_app import TOOLS, USER, post
+from tests.serving.test_app import TOOLS, USER, client, post
 
 CHAT = "/v1/chat/completions"
 
@@ -45,6 +48,55 @@ def test_schemas_wait_in_a_bounded_line_for_a_bounded_time(serve, chat, monkeypa
     assert post(server.port, CHAT, json.dumps({"model": "tiny", "messages": USER}))[0] == 200
     monkeypatch.undo()
     assert post(server.port, CHAT, json.dumps(body))[0] == 200
+
+
+def test_an_open_bind_needs_a_key(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("ENVACE_API_KEY", raising=False)
+    assert cli.main(["serve", "--host", "0.0.0.0", "--model", "data/quickstart/model"]) == 2
+    assert "set ENVACE_API_KEY to a key first" in capsys.readouterr().err
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(serve) -> None:
+    server = serve(lambda request: "x", body_seconds=0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as s:
+        s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = b""
+        while b"did not arrive in time" not in answer:
+            chunk = s.recv(65536)
+            assert chunk, answer
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert post(server.port, CHAT, json.dumps({"model": "tiny", "messages": USER}))[0] == 200
+
+
+def test_a_drain_lets_open_streams_end_and_takes_nothing_new(serve, chat) -> None:
+    engine = ScriptedEngine(lambda request: "all of it", chat.tokenizer, delay=lambda request: 100)
+    step = engine.step
+    engine.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
+    server = serve(engine)
+    ask = client(server.url).chat.completions.create
+    said: list[str] = []
+
+    def listen() -> None:
+        stream = ask(model="tiny", messages=USER, stream=True)
+        said.append("".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices))
+
+    streams = [threading.Thread(target=listen) for _ in range(3)]
+    for thread in streams:
+        thread.start()
+    while server.loop.open_requests < 3:
+        time.sleep(0.01)
+    whole: list[bool] = []
+    draining = threading.Thread(target=lambda: whole.append(server.loop.drain(60.0)))
+    draining.start()
+    while not server.loop._draining:
+        time.sleep(0.001)
+    for path, body in ((CHAT, {"model": "tiny", "messages": USER}), ("/v1/completions", {"prompt": "a"})):
+        status, headers, answer = post(server.port, path, json.dumps({**body, "stream": True}))
+        assert status == 429 and "shutting down" in answer["error"]["message"] and headers["retry-after"] == "30"
+    for thread in (*streams, draining):
+        thread.join(timeout=60)
+    assert said == ["all of it"] * 3 and whole == [True]
 
 
 class Watched:
