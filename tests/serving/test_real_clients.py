@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -109,6 +111,79 @@ def test_the_official_openai_client(served):
     plain = {"chat_template_kwargs": {"enable_thinking": False}}  # a thought may take all the tokens there are
     told = client.chat.completions.create(model="quickstart", messages=messages, response_format=form, extra_body=plain)
     assert set(json.loads(told.choices[0].message.content)) == {"ok"}
+
+
+def test_clients_that_misbehave(served):
+    """A reader that dawdles, bodies that are no JSON, too many tools, a body without end: others are answered."""
+    port, _ = served
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
+    _, messages = tools_and_request()
+
+    def post(body: bytes) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        return response.status, data
+
+    asked = {"model": "quickstart", "messages": messages, "max_tokens": 48, "seed": 3}
+    body = json.dumps(asked | {"stream": True, "logprobs": True, "n": 8}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(300)
+        slow.connect(("127.0.0.1", port))
+        slow.sendall(head.encode() + body)
+        for wrong in (b"{", b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}', b""):
+            assert post(wrong)[0] == 400, wrong[:20]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+        many = [{**tool, "function": {**tool["function"], "name": f"f{k}"}} for k in range(10_000)]
+        status, answer = post(json.dumps(asked | {"tools": many}).encode())
+        assert status == 400 and b"at most 512" in answer
+        assert post_without_end(port, 100 << 20).startswith(b"HTTP/1.1 413")
+        assert client.chat.completions.create(model="quickstart", messages=messages, max_tokens=4).choices
+        data = b""
+        while chunk := slow.recv(256):
+            data += chunk
+    assert data.startswith(b"HTTP/1.1 200") and b"data: [DONE]" in data
+    for k in range(8):  # each choice has its end
+        assert f'"index": {k}, "delta": {{}}, "finish_reason": "'.encode() in data
+
+
+def post_without_end(port: int, size: int) -> bytes:
+    """What the server says to a chunked body of `size` bytes, which is sent until it has said something."""
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as s:
+        s.sendall(head)
+        sent = 0
+        while sent < size and not select.select([s], [], [], 0)[0]:
+            try:
+                s.sendall(chunk)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+            sent += 0x10000
+        assert sent < size  # it was not read to its end
+        return s.recv(65536)
+
+
+def test_a_model_that_rehearses(served):
+    """`NAME+rehearse-parallel-1` through the official client: what was private is told and counted."""
+    port, _ = served
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
+    tools, messages = tools_and_request()
+    asked = {"model": "quickstart+rehearse-parallel-1", "messages": messages, "tools": tools, "seed": 1}
+    whole = client.chat.completions.create(**asked)
+    private = whole.rehearsal["tokens"]
+    assert whole.choices[0].message.content or whole.choices[0].message.tool_calls
+    assert 0 < private < whole.usage.completion_tokens
+    assert whole.usage.completion_tokens_details.reasoning_tokens == private
+    first, *rest = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert first.rehearsal == {"memory": whole.rehearsal["memory"], "tokens": 0}  # kept from before
+    assert rest[-1].usage.completion_tokens == whole.usage.completion_tokens - private
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.completions.create(model="quickstart+rehearse-parallel-1", prompt="a")
 
 
 def test_64_concurrent_streams_and_none_is_lost(served):
