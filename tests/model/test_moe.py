@@ -93,7 +93,6 @@ def test_gradients_over_shards_equal_one_device_and_are_summed_by_token(rules, c
         assert moved["tensor"] <= 4 * states
 
 
-
 @pytest.mark.parametrize("skewed", [False, True])
 def test_expert_shards_exchange_tokens_without_loss(skewed):
     x, router, experts = layer_inputs()
