@@ -73,7 +73,7 @@ def set_up_jax() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", os.environ.get("ENVACE_JAX_CACHE", f"{base}/envace_jax/jax"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def key_value_store() -> Any:

@@ -239,6 +239,21 @@ def note_start(cfg: ConfigDict, folder: Path, mesh: str, hosts: Sequence[str]) -
     (folder / "REPRODUCE.md").write_text(reproduce_page(config_values(cfg), starts))
 
 
+def warm_here(folder: Path, mesh: str) -> bool:
+    """Whether an earlier start of the run had all its programs on this host, with these versions, devices and mesh.
+
+    They then lie in the compilation cache, and a program costs its tracing alone when it is first asked for.
+    """
+    now = facts()
+    same = ("python", "packages", "devices", "device_count", "processes")
+    return any(
+        start.get("mesh") == mesh
+        and now["host"] in start.get("hosts", ())
+        and all(start.get(name) == now[name] for name in same)
+        for start in read_json(folder / "starts.json", [])
+    )
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes a small JSON file atomically."""
     write_whole(path, json.dumps(value, indent=1, sort_keys=True))

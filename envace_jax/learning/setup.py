@@ -27,7 +27,7 @@ from envace_jax.learning.looking import CompileLog
 from envace_jax.learning.metrics import Display, Metrics, NoSink, Sink
 from envace_jax.learning.overlap import Batch
 from envace_jax.learning.preflight import preflight
-from envace_jax.learning.run_dir import config_values, note_start, write_json
+from envace_jax.learning.run_dir import config_values, note_start, warm_here, write_json
 from envace_jax.learning.step import make_update
 from envace_jax.learning.trackers import Trackers
 from envace_jax.rehearsal.grounding import Grounding
@@ -185,8 +185,11 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         rollout_config = RolloutConfig.from_config(
             cfg, act_params=arm.act_params, rehearse_params=arm.rehearse_params, observe_workers=arm.observe_workers
         )
-        engine.warm_up()
-        warm_up_control(engine, rollout_config)
+        layout = "one device" if mesh is None else str(dict(mesh.shape))
+        # A run that goes on where it was compiled need not trace a hundred programs before its next step.
+        if not (position.get("step") and warm_here(folder, layout)):
+            engine.warm_up()
+            warm_up_control(engine, rollout_config)
         loading.close()
         run = Run(
             cfg=cfg,
@@ -223,7 +226,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         hosts = processes.gather(socket.gethostname(), "the start")
         if processes.main:
             write_json(folder / "data.json", {"fingerprint": fingerprint} | sources)
-            note_start(cfg, folder, "one device" if mesh is None else str(dict(mesh.shape)), hosts)
+            note_start(cfg, folder, layout, hosts)
         run.note_compilations()
         run.mark()
         run.interrupts.told = processes.stopping

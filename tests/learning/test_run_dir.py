@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 from learning_common import tiny_config
 
-from envace_jax.config import UserError
+from envace_jax.config import UserError, default_config
+from envace_jax.learning import run_dir
 from envace_jax.learning.run_dir import (
     changed_keys,
     config_values,
@@ -17,6 +19,7 @@ from envace_jax.learning.run_dir import (
     git_state,
     note_start,
     open_run_dir,
+    warm_here,
 )
 
 pytestmark = pytest.mark.quick
@@ -131,3 +134,16 @@ def test_a_copy_without_git_knows_its_commit(tmp_path: Path) -> None:
     assert git_state(tmp_path) == {"commit": "0123456789abcdef", "changed_files": 3}
     (tmp_path / ".commit").write_text("")  # the launcher's own copy had none
     assert git_state(tmp_path) == {"commit": "", "changed_files": 0}
+
+
+def test_programs_are_taken_as_compiled_only_where_an_earlier_start_had_them(tmp_path, monkeypatch):
+    layout = "one device"
+    assert not warm_here(tmp_path, layout)  # a first start
+    note_start(default_config(), tmp_path, layout, [socket.gethostname()])
+    assert warm_here(tmp_path, layout)
+    assert not warm_here(tmp_path, "{'fsdp': 2}")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert not warm_here(tmp_path, layout)  # its compilation cache may be empty
+    monkeypatch.undo()
+    monkeypatch.setattr(run_dir, "PACKAGES", ("numpy",))
+    assert not warm_here(tmp_path, layout)  # other versions than those that compiled
