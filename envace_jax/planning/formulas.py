@@ -125,12 +125,21 @@ def update_bytes(trained: float) -> float:
 
 
 def activation_bytes(
-    spec: Qwen3Spec, tokens: int, chunk: int, remat: str, tensor: int = 1, sequence: int = 1, expert: int = 1
+    spec: Qwen3Spec,
+    tokens: int,
+    chunk: int,
+    remat: str,
+    tensor: int = 1,
+    sequence: int = 1,
+    expert: int = 1,
+    moe_chunk: int = 0,
 ) -> float:
     """Rough peak of a training row's activations on one chip, bfloat16 (used where no compiler can be asked).
 
     The inputs of all layers (cut `sequence` ways), one layer's intermediates recomputed, their gradients, its gathered
-    weights and their gradients, the output matrix (bfloat16, float32 and its float32 gradient), one chunk's logits.
+    weights and their gradients, the output matrix (bfloat16, float32 and its float32 gradient), one chunk's logits. Of
+    a mixture also what the tokens of `moe_chunk` (0: all) from all expert shards become, a state for each of their
+    experts: sorted (bfloat16), multiplied, and both their gradients (float32).
     """
     width = 4 * spec.d_model + 2 * (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim / tensor
     hidden = spec.n_experts_per_token * spec.d_ff_expert if spec.is_moe else spec.d_ff
@@ -145,4 +154,6 @@ def activation_bytes(
     weights = spec.n_params() - spec.d_model * spec.vocab_size * (1 if spec.tie_embeddings else 2)
     gathered = 2 * 2 * weights / spec.n_layers / tensor / expert
     head = (2 + 4 + 4) * spec.d_model * spec.vocab_size / tensor
-    return kept + 2 * layer + gathered + head + 3 * chunk * spec.vocab_size * 4 / tensor
+    together = expert * min(moe_chunk or tokens, tokens) if spec.is_moe else 0
+    assigned = together * spec.n_experts_per_token * spec.d_model * (2 + 3 * 4)
+    return kept + 2 * layer + assigned + gathered + head + 3 * chunk * spec.vocab_size * 4 / tensor

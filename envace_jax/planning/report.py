@@ -233,6 +233,7 @@ def make_plan(
             mesh["tensor"],
             math.prod(mesh[a] for a in axes_of(rules.sequence)),
             mesh["expert"],
+            cfg.model.moe_chunk,
         )
         in_update = state + own
     else:

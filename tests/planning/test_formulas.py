@@ -111,6 +111,9 @@ def test_activations_by_hand():
     assert whole == 160 + 2 * 1120 + 400 + 600 + weights
     assert formulas.activation_bytes(SPEC, 10, 5, "full", sequence=2) == whole - 80
     assert formulas.activation_bytes(SPEC, 10, 5, "none") == whole + 2 * 1120
+    # Experts: 4 tokens of each of two shards, k states of 4 numbers for each of them, 14 bytes a number.
+    chunks = [formulas.activation_bytes(MOE, 10, 5, "full", expert=2, moe_chunk=n) for n in (4, 8, 0, 10)]
+    assert chunks[1] - chunks[0] == 2 * 4 * MOE.n_experts_per_token * 4 * 14 and chunks[2] == chunks[3]
 
 
 def test_exchanged_bytes_by_hand():
