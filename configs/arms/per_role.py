@@ -1,5 +1,7 @@
 """Arm `per_role`: two parameter sets and optimizers, one a role: isolates sharing.
 
+Both losses are divided by the outputs of both roles, as the loss of the shared set is.
+
     python -m envace_jax train --config configs/arms/per_role.py
 
 Hardware: 2 CPU cores, 2 GB of memory.

@@ -22,6 +22,7 @@ from envace_jax.learning.packing import TrainRow, loss_denominator, microbatches
 from envace_jax.learning.step import Update, UpdateConfig, host_metrics
 from envace_jax.model.qwen3 import Params
 from envace_jax.model.sharding import Rules
+from envace_jax.text.transcript import ROLE_CODES, Role
 
 
 def data_shards(mesh: Mesh | None, rules: Rules = Rules()) -> int:
@@ -124,11 +125,15 @@ class Learner:
             found.update(np.asarray(jax.device_get(leaf)).tobytes())
         return found.hexdigest()
 
-    def learn(self, rows: Sequence[TrainRow], step: int) -> Metrics:
-        """The updates of one step; returns figures averaged over them."""
+    def learn(self, rows: Sequence[TrainRow], step: int, roles: Sequence[Role]) -> Metrics:
+        """The updates of one step; returns figures averaged over them.
+
+        rows: those of all trained roles; this set learns from those of `roles`. The loss is divided by what all of
+        them count, so that two sets that share out the roles weigh each output as one set with both would.
+        """
         c = self.cfg.learning
         compiled = len(self.update.compile_seconds)
-        parts = [self._prepare(part) for part in self._split(rows, step)]
+        parts = [self._prepare(part, roles) for part in self._split(rows, step)]
         own_old = self.update.config.loss.own_old
         for batch, count, _, _ in parts:
             if self.reference is not None:
@@ -164,11 +169,15 @@ class Learner:
         random.Random(f"updates/{self.cfg.seed}/{step}").shuffle(order)
         return [[rows[i] for i in sorted(order[k::n])] for k in range(n)]
 
-    def _prepare(self, rows: Sequence[TrainRow]) -> tuple[dict[str, jax.Array], int, float, dict[str, float]]:
-        """Device batch, number of microbatches, denominator, figures."""
+    def _prepare(
+        self, rows: Sequence[TrainRow], roles: Sequence[Role]
+    ) -> tuple[dict[str, jax.Array], int, float, dict[str, float]]:
+        """Device batch of the rows of `roles`, number of microbatches, denominator of all rows, figures."""
         c, config = self.cfg.learning, self.update.config
         constant = float(self.cfg.rollout.max_act_tokens)
         denominator = loss_denominator(rows, c.loss_mean, constant)
+        codes = {ROLE_CODES[role] for role in roles}
+        rows = [row for row in rows if int(row.role[0]) in codes]
         exact = config.loss.kl_coef == 0 and config.loss.entropy_coef == 0
         kept = [r for r in rows if needs_gradient(r)] if c.skip_zero_advantage and exact else list(rows)
         batch = pack_rows(

@@ -161,12 +161,13 @@ def train_step(run: Run) -> Metrics:
     if run.watch is not None:
         shaped |= consistency_metrics(consistency)
     began = time.perf_counter()
+    trained = [role for roles in run.arm.learners.values() for role in roles]
     with following(run):
+        rows = rows_of(trajectories, advantages, copies, trained, run.learners["policy"].update.routing)
         for name, learner in run.learners.items():
             prefix = "" if name == "policy" else f"{name}/"
-            rows = rows_of(trajectories, advantages, copies, run.arm.learners[name], learner.update.routing)
             with run.processes.waits(f"the update of step {step + 1}"):
-                figures = learner.learn(rows, step)
+                figures = learner.learn(rows, step, run.arm.learners[name])
             metrics |= {prefix + key: value for key, value in figures.items()}
         metrics["time/learn"] = time.perf_counter() - began
 
@@ -320,8 +321,8 @@ def guard(run: Run, metrics: Metrics) -> None:
     """Stops the run when going on would make it worse; the state is that of the last good step."""
     cfg = run.cfg
     limit = cfg.learning.max_probability_error
-    for name in run.learners:
-        prefix = "" if name == "policy" else f"{name}/"
+    prefixes = ["" if name == "policy" else f"{name}/" for name in run.learners]
+    for prefix in prefixes:
         if metrics.get(f"{prefix}exp_drift", 0.0) > limit:
             raise UserError(
                 f"step {run.step + 1}: sampler and learner disagree: mean exp|dlogp| is "
@@ -329,7 +330,8 @@ def guard(run: Run, metrics: Metrics) -> None:
                 "was not taken. Compare model.dtype and model.attention, or look for NaN; the limit is there because "
                 "training on wrong probabilities ruins a policy"
             )
-    run.bad_steps = run.bad_steps + 1 if metrics.get("skipped", 0.0) else 0
+    skipped = any(metrics.get(f"{prefix}skipped", 0.0) for prefix in prefixes)
+    run.bad_steps = run.bad_steps + 1 if skipped else 0
     if run.bad_steps >= cfg.learning.max_bad_steps:
         raise UserError(
             f"step {run.step + 1}: {run.bad_steps} steps in a row had a gradient that is not finite, or whose norm is "
