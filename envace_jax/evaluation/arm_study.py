@@ -318,16 +318,23 @@ def analyse(results: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """The table as markdown."""
-    head = ["arm", "seeds", *(title for _, title in FIGURES)]
-    head += ["real success, greedy: less `envace`", "could have been found"]
-    out = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    """The figures of the arms as a markdown table."""
+    cells = [[f"`{x.arm}`", str(x.seeds), *(str(x.figures[name]) for name, _ in FIGURES)] for x in lines]
+    return _markdown(["arm", "seeds", *(title for _, title in FIGURES)], cells)
+
+
+def difference_table(lines: Sequence[Line]) -> list[str]:
+    """Every figure's difference from the reference arm, and the one that could have been found; empty without one."""
+    cells = []
     for line in lines:
-        cells = [f"`{line.arm}`", str(line.seeds), *(str(line.figures[name]) for name, _ in FIGURES)]
-        difference = line.differences.get("real_greedy")
-        cells += ["–", "–"] if difference is None else [str(difference), f"{detectable(difference):.3f}"]
-        out.append("| " + " | ".join(cells) + " |")
-    return out
+        if line.differences:
+            apart = [line.differences[name] for name, _ in FIGURES]
+            cells.append([f"`{line.arm}`", *(f"{x}; {detectable(x):.3f}" for x in apart)])
+    return _markdown([f"less `{REFERENCE}`", *(title for _, title in FIGURES)], cells) if cells else []
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def together(results: Sequence[Mapping[str, Any]]) -> tuple[float, float, int]:
@@ -363,10 +370,13 @@ def write_page(study: ArmStudy, results: Sequence[Mapping[str, Any]], page: Path
         "",
         *table(lines),
         "",
+        *difference_table(lines),
+        "",
         "Means with 95% intervals (two-level bootstrap over seeds and tasks). Fidelity: share of a fixed set of calls "
-        "whose rehearsed answer equals the real one as JSON, by task. *Could have been found*: the true difference "
-        "that would be found in four of five such studies, from the width of the interval. An arm with few seeds has "
-        "an interval that is too narrow.",
+        "whose rehearsed answer equals the real one as JSON, by task. Second table: "
+        f"differences from `{REFERENCE}` with their intervals; behind the semicolon what could have been found: the true "
+        "difference that would be found in four of five such studies, from the width of the interval. An arm with few seeds has an "
+        "interval that is too narrow.",
         "",
         *_gaps(results),
         f"Fidelity and real success over the {n} runs: correlation {overall:.2f}, within arms {within:.2f}.",

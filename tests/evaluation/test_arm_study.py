@@ -15,7 +15,15 @@ from envace_jax.config import UserError, flat
 from envace_jax.config_checks import ARMS
 from envace_jax.config_file import load_module
 from envace_jax.evaluation import arm_study
-from envace_jax.evaluation.arm_study import analyse, arm_config, by_task, table, together, write_page
+from envace_jax.evaluation.arm_study import (
+    analyse,
+    arm_config,
+    by_task,
+    difference_table,
+    table,
+    together,
+    write_page,
+)
 from envace_jax.evaluation.stats import Interval, detectable, detectable_difference
 from envace_jax.learning.metrics import read_metrics
 
@@ -85,15 +93,25 @@ def test_table_by_hand(study, tmp_path):
     assert envace.figures["fidelity"].mean == pytest.approx((1 / 3 + 1 / 2) / 2)
     assert real.differences["real_greedy"].mean == pytest.approx(-0.2)
     assert real.differences["real_greedy"].low < -0.2 < real.differences["real_greedy"].high
-    lines = table([envace, real])
-    assert len(lines) == 4 and all(line.count("|") == lines[0].count("|") for line in lines)
-    assert lines[2].startswith("| `envace` | 2 | 0.700 [") and lines[2].endswith("| – | – |")
+    assert real.differences["fidelity"].mean == pytest.approx(1 / 3 - 5 / 12)
+    assert real.differences["gap"].mean == pytest.approx(-0.1)
+    lines, apart = table([envace, real]), difference_table([envace, real])
+    assert (len(lines), len(apart), difference_table([envace])) == (4, 3, [])
+    for made in (lines, apart):
+        assert all(line.count("|") == made[0].count("|") for line in made)
+    assert lines[2].startswith("| `envace` | 2 | 0.700 [")
+    cells = [cell.strip() for cell in apart[2].strip("|").split("|")]
+    for name, cell in zip(("real_greedy", "real_sampled", "fidelity", "gap"), cells[1:], strict=True):
+        difference = real.differences[name]
+        assert cell == f"{difference}; {detectable(difference):.3f}" and detectable(difference) > 0
+    assert cells[0] == "`real_env`" and cells[1].startswith("-0.200 [") and cells[3].startswith("-0.083 [")
     # a page whose surroundings are kept
     page = tmp_path / "arms.md"
     page.write_text(f"# Title\n\n{arm_study.BEGIN}\nold\n{arm_study.END}\nafter\n")
     write_page(study, results, page, STUDY)
     text = page.read_text()
     assert text.startswith("# Title") and text.endswith("after\n") and "old" not in text
+    assert apart[2] in text.splitlines()
     assert "27 runs of the study are missing" in text and "`envace` 0 of 2, `real_env` 0 of 2" in text
     assert {p.name for p in tmp_path.iterdir()} == {"arms.md", "arms_success.png", "arms_fidelity.png"}
     page.write_text("no marks")
