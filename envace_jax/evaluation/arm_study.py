@@ -373,10 +373,10 @@ def write_page(study: ArmStudy, results: Sequence[Mapping[str, Any]], page: Path
         *difference_table(lines),
         "",
         "Means with 95% intervals (two-level bootstrap over seeds and tasks). Fidelity: share of a fixed set of calls "
-        "whose rehearsed answer equals the real one as JSON, by task. Second table: "
-        f"differences from `{REFERENCE}` with their intervals; behind the semicolon what could have been found: the true "
-        "difference that would be found in four of five such studies, from the width of the interval. An arm with few seeds has an "
-        "interval that is too narrow.",
+        "whose rehearsed answer equals the real one as JSON, by task. Second table: differences from "
+        f"`{REFERENCE}` with their intervals; behind the semicolon what could have been found: the true difference "
+        "that would be found in four of five such studies, from the width of the interval. An arm with few seeds has "
+        "an interval that is too narrow.",
         "",
         *_gaps(results),
         f"Fidelity and real success over the {n} runs: correlation {overall:.2f}, within arms {within:.2f}.",
