@@ -1,7 +1,9 @@
 """`rescore`: recorded trajectories judged again, offline, with another judge or another checklist.
 
-Turns that were not judged in the run (cut off by a fault) stay unjudged, so that a change of reward is a change of
-judgement. The recording is not touched; the new file holds one line a trajectory with both rewards.
+A turn that a fault cut off stays unjudged if it was in the run, so that a change of reward is a change of judgement. A
+trajectory that the old judge left without verdicts, or that was played without a judge, gets its reward here. One whose
+episode an outage of that judge ended before its last turn keeps none: nobody knows how it would have gone on. The
+recording is not touched; the new file holds one line a trajectory with both rewards.
 """
 
 from __future__ import annotations
@@ -34,12 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checklists", type=Path, help="CM2 file whose checklists replace the recorded tasks' own")
 
 
-def judged_turns(trajectory: Trajectory) -> list[int]:
-    """Turns that have verdicts in the recording, or all where it was played without a judge."""
-    if not trajectory.verdicts:
-        return list(range(len(trajectory.transcript)))
-    turns = range(len(trajectory.verdicts[0]))
-    return [t for t in turns if any(row for table in trajectory.verdicts for row in table[t])]
+def judged_turns(trajectory: Trajectory, partial: bool) -> range:
+    """The turns to judge: all, but a last one that was cut off only where the run judged it.
+
+    partial: whether turns that were cut off count in a trajectory that was played without a judge.
+    """
+    last = len(trajectory.transcript) - 1
+    if trajectory.end_reason in ("completed", "vote", "judge"):
+        return range(last + 1)
+    known = any(row for table in trajectory.verdicts for row in table[last]) if trajectory.verdicts else partial
+    return range(last + 1 if known else last)
+
+
+def unscorable(trajectory: Trajectory, n_turns: int) -> str | None:
+    """Why no judge can score a trajectory any more: what cut it short; None where one can.
+
+    An episode that the old judge ended early stays out whatever the new one says of its last turn: to score those that
+    it would have stopped there, and not those that it would have let go on, would be a bias.
+    """
+    cause = trajectory.masked_cause
+    if cause in (None, "not_judged"):
+        return None
+    return None if str(cause).startswith("judge:") and len(trajectory.transcript) == n_turns else cause
 
 
 def rescored(
@@ -62,7 +80,8 @@ def rescored(
         if not lists:
             raise UserError(f"trajectory {number} (task {trajectory.task_id}): no checklist is recorded or given")
         lists = lists[: cfg.rewards.max_checklists]
-        turns = judged_turns(trajectory)
+        gone = unscorable(trajectory, len(lists[0]))
+        turns = judged_turns(trajectory, cfg.rewards.judge_partial_turns) if gone is None else range(0)
         name = str(number)
         waiting[name] = (trajectory, lists, {}, set(turns))
         for turn in turns:
@@ -87,8 +106,8 @@ def _score(
     trajectory: Trajectory, lists: Checklists, results: dict[int, JudgeResult], cfg: Any
 ) -> tuple[float | None, Counter[str]]:
     causes: Counter[str] = Counter(c for r in results.values() for c in r.causes.values())
-    if trajectory.masked_cause not in (None, "judge"):
-        return None, causes + Counter([str(trajectory.masked_cause)])
+    if (gone := unscorable(trajectory, len(lists[0]))) is not None:
+        return None, Counter([gone])
     table = [
         [
             results[turn].verdicts[v] if turn in results else ((),) * len(variant[turn])
