@@ -25,6 +25,7 @@ GIB = 1 << 30
 
 
 ROLLOUT = ("rollout.slots", "rollout.live_episodes", "rollout.chunk", "rollout.prefill_chunk", "plan.rollout")
+TASKS = ("data.", "rewards.", "evaluation.")  # what is played and how it is paid: no program's business
 TRAINING = ("learning.", "mesh.", "model.remat", "model.attention", "model.moe_exchange", "model.moe_chunk")
 
 
@@ -33,7 +34,7 @@ def digest(cfg: Any, name: str) -> str:
     from envace_jax.config import default_config, flat
 
     usual = dict(flat(default_config()))
-    without = ("plan.chip_hour", *(ROLLOUT if name == "update" else TRAINING))
+    without = ("plan.chip_hour", *TASKS, *(ROLLOUT if name == "update" else TRAINING))
     text = json.dumps([(k, str(v)) for k, v in sorted(flat(cfg)) if usual.get(k) != v and not k.startswith(without)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

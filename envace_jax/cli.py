@@ -34,7 +34,8 @@ class Command:
     The function gets (cfg, args) where `config` is true, else (args,); what it returns is the exit status
     (None is 0). `arguments` names a function that adds options to the parser, in the same module. `device` sets jax up
     (versions, compilation cache) before the function is called. `dry_run` says that it can check all and start nothing.
-    `validated`: a configuration that does not hold stops the command before its function is called.
+    `validated`: a configuration that does not hold stops the command before its function is called; what is wrong
+    within the sections `unread` does not, for the command has no use for them.
     """
 
     target: str
@@ -44,6 +45,7 @@ class Command:
     device: bool = True
     dry_run: bool = False
     validated: bool = True
+    unread: tuple[str, ...] = ()
 
 
 COMMANDS: dict[str, Command] = {
@@ -55,7 +57,10 @@ COMMANDS: dict[str, Command] = {
         "envace_jax.rehearsal.command:run_rollout", "roll tasks out and write the trajectories", True, "add_arguments"
     ),
     "evaluate": Command(
-        "envace_jax.evaluation.command:run_evaluate", "measure a policy", arguments="add_arguments"
+        "envace_jax.evaluation.command:run_evaluate",
+        "measure a policy",
+        arguments="add_arguments",
+        unread=("data", "rewards"),
     ),
     "study": Command(
         "envace_jax.evaluation.arm_study:run_study", "compare training arms over seeds", False, "add_arguments"
@@ -66,7 +71,12 @@ COMMANDS: dict[str, Command] = {
     "chat": Command(
         "envace_jax.test_time.chat:run_chat", "talk to a policy in a rehearsed or real world", True, "add_arguments"
     ),
-    "serve": Command("envace_jax.serving.command:run_serve", "OpenAI-compatible server", True, "add_arguments"),
+    "serve": Command(
+        "envace_jax.serving.command:run_serve",
+        "OpenAI-compatible server",
+        arguments="add_arguments",
+        unread=("data", "rewards"),
+    ),
     "import": Command(
         "envace_jax.model.command:run_import", "read a Hugging Face folder into a checkpoint", False, "add_import"
     ),
@@ -86,6 +96,7 @@ COMMANDS: dict[str, Command] = {
         "does the run fit a slice, and what will it cost",
         arguments="add_arguments",
         device=False,
+        unread=("data",),
     ),
     "doctor": Command(
         "envace_jax.report.doctor:run_doctor", "versions, devices, disk, model, endpoints, template",
@@ -185,7 +196,7 @@ def run(argv: Sequence[str]) -> int:
             able = " and ".join(n for n, c in COMMANDS.items() if c.dry_run)
             raise UserError(f"dry_run=True: '{name}' has no dry run; {able} have")
         if command.validated:
-            validate(cfg)
+            validate(cfg, command.unread)
         call = [cfg, args]
     if command.device:
         from envace_jax.compat import set_up_jax

@@ -114,6 +114,7 @@ def default_config() -> ConfigDict:
                 "max_rehearse_tokens": 8000,
                 "max_input_tokens": 12000,
                 "max_acts": 30,
+                "cap_acts": "always",  # always | between_turns: calls within one turn do not meet max_acts
                 "max_segments": 200,
                 "deadline": 0.0,  # 0: none
                 "live_episodes": 256,
@@ -228,6 +229,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout.rehearse_tag": "execution_result",
         "chat.thinking": True,
         "rewards.dependence": False,
+        "rewards.judge": "endpoint",
+        "rewards.endpoint.model": "Qwen/Qwen3-30B-A3B",
+        "evaluation.samples": 4,
     },
     "reference_code": {
         "rollout.checks": ("format",),
@@ -236,10 +240,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout.on_invalid_rehearsal": "terminate",
         "rollout.show_thinking": True,
         "rollout.objects_only": True,
+        "rollout.cap_acts": "between_turns",
         "chat.thinking": True,
         "chat.old_thinking": "keep",
         "rewards.dependence": False,
+        "rewards.judge": "endpoint",
+        "rewards.endpoint.model": "Qwen/Qwen3-30B-A3B",
         "rewards.empty_penalty": 0.1,
+        "evaluation.every": 10,
+        "evaluation.samples": 4,
         "learning.kl_coef": 0.0,
         "learning.population": "rows",
         "learning.loss_mean": "sequence",

@@ -363,7 +363,7 @@ def _error(code: str, message: str) -> tuple[Observation, str]:
 
 def _want_act(state: EpisodeState) -> EpisodeState:
     cfg = state.setting.cfg
-    if state.acts >= cfg.max_acts:
+    if state.acts >= cfg.max_acts and (cfg.cap_acts == "always" or not state.steps):
         return _end(state, "max_acts")
     if len(state.segments) >= cfg.max_segments:
         return _end(state, "max_segments")

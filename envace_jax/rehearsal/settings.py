@@ -29,6 +29,7 @@ class EpisodeConfig:
         max_examples: at most so many recorded calls in a `stateless` REHEARSE prompt, the closest ones; 0 is no limit,
             -1 is no limit for the full form and 2 for the compact one.
         max_acts, max_segments: caps of an episode.
+        cap_acts: `always`, or `between_turns`: `max_acts` is looked at when a turn begins alone, as in the reference.
         judged: False runs all turns without asking a judge; the trajectory then has no reward.
         dependence: whether `dependence` between checklist items counts.
         judge_partial_turns: whether a turn that was cut off is judged all the same.
@@ -50,6 +51,7 @@ class EpisodeConfig:
     max_input_tokens: int = 12000
     max_examples: int = -1
     max_acts: int = 30
+    cap_acts: str = "always"
     max_segments: int = 200
     judged: bool = True
     dependence: bool = True

@@ -78,7 +78,7 @@ def test_a_change_that_matters_makes_a_kept_program_stale(table):
     cfg = cli.load_config(str(ROOT / "configs/qwen3_8b_v5p.py"))
     before = {name: table.digest(cfg, name) for name in ("update", "decode")}
     cfg.rollout.slots += 1
-    cfg.plan.chip_hour = 99.0
+    cfg.plan.chip_hour, cfg.data.path, cfg.rewards.judge, cfg.evaluation.every = 99.0, "elsewhere", "rules", 3
     assert table.digest(cfg, "update") == before["update"] and table.digest(cfg, "decode") != before["decode"]
     cfg.rollout.slots -= 1
     cfg.learning.rows_per_microbatch += 1

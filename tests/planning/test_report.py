@@ -181,7 +181,7 @@ def test_every_configuration_of_record_can_be_planned():
     assert len(files) == 13
     for file in files:
         cfg = cli.load_config(str(file))
-        validate(cfg)
+        validate(cfg, cli.COMMANDS["plan"].unread)
         plan = plan_for(cfg, parse_slice(cfg.plan.topology), file.stem, compiling=False)
         assert plan.work.rows == 128 and plan.work.row == 20_000
         assert plan.fits and report.lines(plan)

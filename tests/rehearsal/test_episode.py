@@ -136,6 +136,9 @@ CASES = {
         "truncated", 0.5, ("act:OUTPUT_TRUNCATED",), ("rehearsed",) * 2),
     "cap on ACT outputs": (
         (LOOK, LOOK, LOOK), (OPEN, OPEN, OPEN), {"max_acts": 3}, "max_acts", 0.0, (), ("rehearsed",) * 3),
+    "cap on ACT outputs, looked at between turns": (
+        (LOOK, LOOK, LOOK, CANCEL, DONE), (OPEN, OPEN, OPEN, CANCELLED), {"max_acts": 3, "cap_acts": "between_turns"},
+        "max_acts", 0.5, (), ("rehearsed",) * 4),
     "cap on segments before ACT": (
         (LOOK, LOOK), (OPEN, OPEN), {"max_segments": 4}, "max_segments", 0.0, (), ("rehearsed",) * 2),
     "cap on segments before REHEARSE": (
@@ -336,6 +339,7 @@ def test_config_tree_reads_into_the_records():
         paper.preset = "reference_code"
     reference = EpisodeConfig.from_config(apply_preset(paper))
     assert reference.rehearse_tag == "execution_result" and reference.on_invalid_call == "terminate"
+    assert (reference.cap_acts, reference.max_acts, reference.max_segments) == ("between_turns", 30, 200)
 
 
 def test_states_are_values(chat):
