@@ -43,7 +43,8 @@ class EndpointSettings:
     """Where the model is and how hard it may be asked.
 
     `requests_per_minute` and `tokens_per_minute` are off at 0; tokens are counted as asked for (prompt bytes / 4
-    plus `max_tokens`) before sending. `deadline` bounds all attempts and waits of one request, in seconds.
+    plus `max_tokens`) before sending. `deadline` bounds all attempts of one request, in seconds from its
+    first send: what it waits for our own limits before is not the endpoint's fault.
     """
 
     base_url: str
@@ -202,12 +203,16 @@ class Endpoint:
         if path is not None and (hit := _read_cache(path)) is not None:
             self._count(requests=1, cache_hits=1)
             return hit
-        attempts = 0
+        attempts = prompt_tokens = completion_tokens = 0
 
-        async def attempt() -> Completion:
-            nonlocal attempts
+        async def attempt(clock: asyncio.Timeout) -> Completion:
+            nonlocal attempts, prompt_tokens, completion_tokens
             attempts += 1
-            done = await self._attempt(body)
+            answer = await self._attempt(body, clock)
+            usage = getattr(answer, "usage", None)  # what comes back malformed has been paid for all the same
+            prompt_tokens += _whole(usage, "prompt_tokens")
+            completion_tokens += _whole(usage, "completion_tokens")
+            done = _read_answer(answer, json_wanted="response_format" in body)
             wrong = check(done.text or "") if check else None
             if wrong:
                 raise _Failure(MALFORMED, wrong[:300], True)
@@ -220,33 +225,42 @@ class Endpoint:
             reraise=True,
         )
         try:
-            async with asyncio.timeout(self.settings.deadline):
-                done: Completion = await retrying(attempt)
+            async with asyncio.timeout(None) as clock:  # it runs from the first send
+                done: Completion = await retrying(attempt, clock)
         except TimeoutError:
             done = Completion(None, TIMEOUT, f"no answer within {self.settings.deadline:g} s")
         except _Failure as e:
             done = Completion(None, e.cause, e.detail)
-        done = dataclasses.replace(done, attempts=max(attempts, 1), seconds=time.monotonic() - started)
+        done = dataclasses.replace(
+            done,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            attempts=max(attempts, 1),
+            seconds=time.monotonic() - started,
+        )
         self._count(
             requests=1,
             attempts=attempts,
-            prompt_tokens=done.prompt_tokens,
-            completion_tokens=done.completion_tokens,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
             **({f"failed_{done.cause}": 1} if done.cause else {}),
         )
         if path is not None and done.text is not None:
             _write_cache(path, done)
         return done
 
-    async def _attempt(self, body: dict[str, Any]) -> Completion:
+    async def _attempt(self, body: dict[str, Any], clock: asyncio.Timeout) -> Any:
+        """The answer to one send, as the client gives it; `clock` is set when the first one leaves."""
         if self._requests:
             await self._requests.acquire()
         if self._tokens:
             asked = len(json.dumps(body["messages"])) // 4 + int(body["max_tokens"])
             await self._tokens.acquire(min(asked, self._tokens.max_rate))
         async with self._slots:
+            if clock.when() is None:
+                clock.reschedule(self._loop.time() + self.settings.deadline)
             try:
-                answer = await self._client.chat.completions.create(**body)
+                return await self._client.chat.completions.create(**body)
             except openai.APITimeoutError:
                 raise _Failure(TIMEOUT, f"no answer within {self.settings.timeout:g} s", True) from None
             except openai.APIConnectionError as e:
@@ -256,7 +270,6 @@ class Endpoint:
             except (openai.APIError, ValueError, TypeError, AttributeError) as e:
                 # a body that is cut off or is no JSON surfaces as one of these
                 raise _Failure(MALFORMED, f"{type(e).__name__}: {e}"[:300], True) from None
-        return _read_answer(answer, json_wanted="response_format" in body)
 
     def _cache_path(self, body: Mapping[str, Any]) -> Path | None:
         if not self.settings.cache_dir:
@@ -309,10 +322,7 @@ def _read_answer(answer: Any, json_wanted: bool) -> Completion:
             json.loads(text)
         except (ValueError, RecursionError) as e:
             raise _Failure(MALFORMED, f"content is not JSON: {e}"[:300], True) from None
-    usage = getattr(answer, "usage", None)
-    return Completion(
-        text, prompt_tokens=_whole(usage, "prompt_tokens"), completion_tokens=_whole(usage, "completion_tokens")
-    )
+    return Completion(text)
 
 
 def _whole(usage: Any, field: str) -> int:

@@ -109,6 +109,17 @@ def test_json_that_was_asked_for_and_did_not_come_is_malformed(httpserver: HTTPS
     assert done.text == '{"answer": true}' and done.attempts == 2
 
 
+def test_tokens_of_malformed_attempts_are_counted(httpserver: HTTPServer) -> None:
+    """3 + 2 tokens an answer: two that do not hold and one that does; and where none does."""
+    answer_with(httpserver, ok("one"), ok("two"), ok("three"))
+    with open_endpoint(httpserver) as e:
+        done = e.complete(MESSAGES, check=lambda text: None if text == "three" else "wrong")
+        assert (done.text, done.attempts, done.prompt_tokens, done.completion_tokens) == ("three", 3, 9, 6)
+        assert (e.stats()["prompt_tokens"], e.stats()["completion_tokens"]) == (9, 6)
+        lost = e.complete(MESSAGES, check=lambda text: "wrong")
+        assert (lost.text, lost.cause, lost.prompt_tokens, lost.completion_tokens) == (None, MALFORMED, 9, 6)
+
+
 def test_a_server_that_never_answers_ends_at_the_deadline(httpserver: HTTPServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
@@ -124,7 +135,8 @@ def test_no_server_at_all_is_an_outage() -> None:
         assert e.complete(MESSAGES).cause == OUTAGE
 
 
-def test_concurrency_stays_within_its_limit(httpserver: HTTPServer) -> None:
+def test_concurrency_stays_within_its_limit() -> None:
+    """Against a server that would answer all twenty at once."""
     live, most, lock = 0, 0, threading.Lock()
 
     def handler(_: Request) -> Response:
@@ -137,11 +149,12 @@ def test_concurrency_stays_within_its_limit(httpserver: HTTPServer) -> None:
             live -= 1
         return ok()
 
-    httpserver.expect_request("/v1/chat/completions").respond_with_handler(handler)
-    with open_endpoint(httpserver, concurrency=3) as e:
-        futures = [e.submit(MESSAGES) for _ in range(20)]
-        assert all(f.result().text == "yes" for f in futures)
-    assert most <= 3
+    with HTTPServer(threaded=True) as server:
+        server.expect_request("/v1/chat/completions").respond_with_handler(handler)
+        with open_endpoint(server, concurrency=3) as e:
+            futures = [e.submit(MESSAGES) for _ in range(20)]
+            assert all(f.result().text == "yes" for f in futures)
+    assert 1 < most <= 3
 
 
 def test_the_cache_answers_equal_requests_and_survives_damage(httpserver: HTTPServer, tmp_path) -> None:
@@ -206,6 +219,15 @@ def test_limits_by_the_minute_are_kept(limit: dict[str, int]) -> None:
         assert all(f.result().text == "yes" for f in [e.submit(MESSAGES) for _ in range(62)])
     assert len(client.times) == 62
     assert client.times[60] - client.times[0] > 0.9 and client.times[61] - client.times[0] > 1.9
+
+
+def test_the_deadline_does_not_count_our_own_queue() -> None:
+    """The 62nd request waits 2 s for its turn, four times its deadline, and is answered."""
+    settings = EndpointSettings("http://127.0.0.1:1/v1", "m", concurrency=99, requests_per_minute=60, deadline=0.5)
+    with Endpoint(settings) as e:
+        e._client = Counted()
+        done = [f.result() for f in [e.submit(MESSAGES) for _ in range(62)]]
+    assert all(d.text == "yes" for d in done) and max(d.seconds for d in done) > 1.0
 
 
 def test_retry_after_is_waited_for(httpserver: HTTPServer) -> None:

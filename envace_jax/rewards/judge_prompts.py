@@ -1,8 +1,8 @@
 """What a language-model judge reads and the form of its answer.
 
-The text under judgement is data: it stands as JSON strings inside one fenced block, with `<` escaped, so that it
-can neither close the block nor open a chat tag, and the instructions say whose words they are. The rendering
-separates thinking, visible reply and calls, as the parser separated them: an output whose thinking was never
+The text under judgement is data: it stands as JSON strings inside one fenced block, with `<` and whatever ends a line
+escaped, so that it can neither close the block nor open a chat tag, and the instructions say whose words they are. The
+rendering separates thinking, visible reply and calls, as the parser separated them: an output whose thinking was never
 closed has no reply, and says so.
 """
 
@@ -35,8 +35,12 @@ whole; what the data do not show has not happened. Look at the parts the criteri
 only, in the form asked for."""
 
 
+# JSON escapes control characters below 0x20 by itself, line ends of Unicode it does not.
+ESCAPED = {ord(char): f"\\u{ord(char):04x}" for char in "<\x85\u2028\u2029"}
+
+
 def _escape(document: Any) -> str:
-    return json.dumps(document, ensure_ascii=False, indent=1).replace("<", "\\u003c")
+    return json.dumps(document, ensure_ascii=False, indent=1).translate(ESCAPED)
 
 
 def render_step(step: Step) -> dict[str, Any]:
