@@ -104,15 +104,21 @@ def checked_spec(cfg: ConfigDict, chat: ChatFormat) -> Qwen3Spec:
 
 
 def load_model(
-    cfg: ConfigDict, chat: ChatFormat, mesh: jax.sharding.Mesh | None, rules: Rules = Rules()
+    cfg: ConfigDict,
+    chat: ChatFormat,
+    mesh: jax.sharding.Mesh | None,
+    rules: Rules = Rules(),
+    *,
+    frozen: bool = False,
 ) -> tuple[Qwen3Spec, qwen3.Params]:
     """Spec and float32 master parameters, laid out on the mesh; random ones where no folder is named.
 
-    With `model.lora` the weights are in the compute dtype and fresh adapters lie beside them, under `lora`.
+    `frozen` weights are in the compute dtype from the start. So are those under `model.lora`, and fresh adapters lie
+    beside them, under `lora`.
     """
     spec = checked_spec(cfg, chat)
     lora = lora_config(cfg)
-    dtype = jnp.dtype(cfg.model.dtype) if lora else jnp.float32  # weights that stay need no master copy
+    dtype = jnp.dtype(cfg.model.dtype) if lora or frozen else jnp.float32  # weights that stay need no master copy
     if cfg.model.path:
         shown = cfg.metrics.progress and jax.process_index() == 0
         with progress_bar() if shown else contextlib.nullcontext(silent) as progress:
@@ -237,14 +243,18 @@ def judge_config(cfg: ConfigDict) -> ConfigDict:
 
 
 def _policy_judge(cfg: ConfigDict, mesh: jax.sharding.Mesh | None) -> Judge:
-    """A frozen policy as the judge, with an engine of its own on the mesh."""
+    """A frozen policy as the judge, with an engine of its own on the mesh.
+
+    The rollouts' engine cannot serve it: an engine's programs are compiled for one shape of model and rows of one
+    length, and a judge is usually a larger model that reads more. So it has keys and values of its own
+    (`rollout.slots` lanes), and its decode iterations are put between those of the rollouts, by `pump`.
+    """
     from envace_jax.rewards.model_judge import ModelJudge
     from envace_jax.rewards.policy_judge import PolicyBackend
 
     section, own = cfg.rewards.policy, judge_config(cfg)
     chat = chat_format(own)
-    spec, params = load_model(own, chat, mesh)
-    params = cast_params(params, own.model.dtype)
+    spec, params = load_model(own, chat, mesh, frozen=True)
     backend = PolicyBackend(
         make_engine(own, spec, params, rules_for(own), mesh),
         chat,
@@ -253,8 +263,3 @@ def _policy_judge(cfg: ConfigDict, mesh: jax.sharding.Mesh | None) -> Judge:
         max_tokens=section.max_tokens,
     )
     return ModelJudge(backend, batch_items=cfg.rewards.batch_items, pump=backend.pump)
-
-
-def cast_params(params: qwen3.Params, dtype: str) -> qwen3.Params:
-    """A copy in the compute dtype: a judge is never trained, its float32 master is let go."""
-    return jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p))(params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from envace_jax.config import UserError
@@ -63,6 +64,16 @@ def make_environment(task: Task) -> Environment:
         )
     environment.reset(task)
     return environment
+
+
+def check_environments(tasks: Sequence[Task]) -> None:
+    """Makes the environment of one task of each kind.
+
+    Raises:
+        UserError: as `make_environment`, for the first kind that cannot be made.
+    """
+    for task in {task.meta.get("environment"): task for task in reversed(tasks)}.values():
+        make_environment(task)
 
 
 _LOOKS = ("look", "examine", "read", "inventory", "task", "objects", "recipe")

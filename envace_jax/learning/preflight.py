@@ -18,6 +18,7 @@ from envace_jax.datasets.pipeline import TaskIterator, task_iterator
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import load_tasks
 from envace_jax.distributed import Processes
+from envace_jax.environments import check_environments
 from envace_jax.learning import overlap
 from envace_jax.model.spec import Qwen3Spec
 from envace_jax.rehearsal.fit import within_limit
@@ -85,6 +86,12 @@ def preflight(
     e = cfg.evaluation
     if rollouts and not held_out and (e.at_start or e.at_end or e.every):
         say("there are no held-out tasks, so nothing is evaluated (data.eval_path gives some)")
+    if rollouts and cfg.learning.arm == "real_env":
+        with part():
+            try:
+                check_environments(train)
+            except UserError as error:
+                raise UserError(f"learning.arm=real_env: {error}; data.source={cfg.data.source}") from error
     with part():
         found["mesh"] = mesh_for(cfg)
     with part():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import platform
 import shutil
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -114,7 +116,7 @@ def model(cfg: ConfigDict) -> Iterator[Finding]:
 
 
 def endpoint(cfg: ConfigDict, key: str, name: str) -> Iterator[Finding]:
-    """Whether the endpoint of a section of the configuration answers."""
+    """Whether the endpoint of a section of the configuration answers; a judge's must give a verdict by the schema."""
     from envace_jax.endpoint import Endpoint, EndpointSettings
 
     who, _, part = key.partition(".")
@@ -122,13 +124,39 @@ def endpoint(cfg: ConfigDict, key: str, name: str) -> Iterator[Finding]:
     if not section.base_url:
         yield Finding(name, f"none configured ({key}.base_url)")
         return
-    settings = EndpointSettings.from_config({**section, "attempts": 1, "timeout": 20.0, "cache_dir": ""})
+    judging = key == JUDGE[0]
+    settings = EndpointSettings.from_config(
+        {**section, "attempts": 1, "timeout": section.timeout if judging else 20.0, "cache_dir": ""}
+    )
     with Endpoint(settings) as e:
-        done = e.complete([{"role": "user", "content": "Answer with the word ready."}], max_tokens=16)
+        if judging:
+            done = e.complete(**_trial())
+        else:
+            done = e.complete([{"role": "user", "content": "Answer with the word ready."}], max_tokens=16)
     if done.text is None:
         yield Finding(name, f"{settings.base_url}: {done.cause} ({done.detail})", False)
+    elif judging:
+        yield Finding(name, f"{settings.base_url} judges in {done.seconds:.1f} s ({done.text[-16:]!r})", True)
     else:
         yield Finding(name, f"{settings.base_url} answers in {done.seconds:.1f} s", True)
+
+
+def _trial() -> dict[str, Any]:
+    """What a judge is asked in a run, about a reply that passes: arguments of `Endpoint.complete`."""
+    from envace_jax.datasets.records import ChecklistItem
+    from envace_jax.rewards.judge import JudgeRequest
+    from envace_jax.rewards.judge_prompts import judge_messages, verdict_schema, wrong_verdicts
+    from envace_jax.text.transcript import AssistantOutput, Step, Turn
+
+    focus = ("assistant.content.user_visible_reply",)
+    item = ChecklistItem("C0", "Does the reply say that it is ready?", "the reply says so", focus)
+    turn = Turn("Are you ready?", (Step(AssistantOutput("I am ready.", None, "I am ready.", ()), ()),))
+    return {
+        "messages": judge_messages(JudgeRequest("trial", "trial", None, (turn,), ((item,),)), 0, [item]),
+        "schema": verdict_schema(1),
+        "schema_name": "verdict",
+        "check": functools.partial(wrong_verdicts, n_items=1),
+    }
 
 
 JUDGE, SIMULATOR = ("rewards.endpoint", "judge endpoint"), ("rollout.simulator", "simulator endpoint")

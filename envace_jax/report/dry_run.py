@@ -8,16 +8,17 @@ Problems are collected and printed together.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from envace_jax.build import cache_bytes, longest_row
+from envace_jax.build import cache_bytes, judge_config, longest_row, model_spec
 from envace_jax.config import UserError
 from envace_jax.datasets.records import Task
 from envace_jax.distributed import Processes
@@ -31,6 +32,8 @@ from envace_jax.rehearsal.teacher import demonstrate
 from envace_jax.report.doctor import JUDGE, SIMULATOR, Finding, disk, endpoint
 from envace_jax.rewards.judge import JudgeRequest, RuleJudge
 from envace_jax.text.chat import ChatFormat
+from envace_jax.text.check import template_findings
+from envace_jax.text.tokenizer import load_tokenizer
 
 SAMPLE = 64
 GIB = 2**30
@@ -65,8 +68,8 @@ def ledger_lengths(tasks: Sequence[Task], chat: ChatFormat, cfg: ConfigDict, gro
 def memory_estimate(spec: Qwen3Spec, cfg: ConfigDict) -> dict[str, float]:
     """Bytes over all devices, by what they hold.
 
-    Master weights, two moments and gradients are float32 (16 bytes a parameter), the sampler's copy and the
-    reference are in the compute dtype.
+    Master weights, two moments and gradients are float32 (16 bytes a parameter), the sampler's copy, the reference and
+    the weights and cache of a policy that judges are in the compute dtype.
     """
     n, size = spec.n_params(), np.dtype(np.float32).itemsize if cfg.model.dtype == "float32" else 2
     return {
@@ -75,7 +78,32 @@ def memory_estimate(spec: Qwen3Spec, cfg: ConfigDict) -> dict[str, float]:
         "reference": float(size * n) if cfg.learning.kl_coef else 0.0,
         "KV cache": cache_bytes(cfg, spec),
         "log-probability chunk": 3.0 * 4 * cfg.learning.logprob_chunk * spec.vocab_size,
+        "policy that judges": judge_bytes(cfg, size) if cfg.rewards.judge == "policy" else 0.0,
     }
+
+
+def judge_bytes(cfg: ConfigDict, size: int) -> float:
+    """Weights, `size` bytes each, and cache of a policy that judges."""
+    own = judge_config(cfg)
+    spec = model_spec(own)
+    return size * spec.n_params() + cache_bytes(own, spec)
+
+
+def export_problems(chat: ChatFormat, spec: Qwen3Spec) -> Iterator[str]:
+    """What would make an exported folder another model than the trained one: its shape, tokenizer or template."""
+    try:
+        if Qwen3Spec.from_hf_config(spec.to_hf_config()) != spec:
+            yield "export: the model's shape does not come back from the config.json that would be written"
+        with tempfile.TemporaryDirectory() as folder:
+            chat.tokenizer.save(folder, chat.template())
+            written = replace(chat, tokenizer=load_tokenizer(folder))
+            if written.tokenizer.fingerprint != chat.tokenizer.fingerprint:
+                yield "export: the tokenizer does not come back from the files that would be written"
+            for name, text, ok in template_findings(written, Path(folder)):
+                if ok is False:
+                    yield f"export: {name}: {text}"
+    except UserError as error:
+        yield f"export: {error}"
 
 
 def matmul_rate() -> float:
@@ -145,6 +173,11 @@ def run_dry(cfg: ConfigDict, *, rollouts: bool = True) -> int:
                 f"rewards.judge=rules: {len(bare)} tasks have items without a rule (first: {bare[0]}); "
                 "their trajectories would all be masked"
             )
+    if spec is not None:
+        unfit = list(export_problems(chat, spec))
+        wrong += unfit
+        if not unfit:
+            say("export", "shape, tokenizer and template come back from what would be written")
     found = disk(cfg.run_dir)
     if spec is not None and ground.grounding is not None:
         found = estimates(cfg, train, chat, spec, ground.grounding, say)

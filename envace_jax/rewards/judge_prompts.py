@@ -114,6 +114,12 @@ def verdict_schema(n_items: int) -> dict[str, Any]:
     }
 
 
+def wrong_verdicts(text: str, n_items: int) -> str | None:
+    """What is wrong with an answer; None where it holds a verdict for every item."""
+    read = read_verdicts(text, n_items)
+    return read if isinstance(read, str) else None
+
+
 def read_verdicts(text: str, n_items: int) -> tuple[bool, ...] | str:
     """The booleans of an answer, or what is wrong with it. Only JSON true and false are verdicts."""
     try:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from envace_jax.endpoint import Completion
 from envace_jax.rewards.checklist import Verdict
 from envace_jax.rewards.judge import JudgeRequest, JudgeResult
-from envace_jax.rewards.judge_prompts import judge_messages, read_verdicts, verdict_schema
+from envace_jax.rewards.judge_prompts import judge_messages, read_verdicts, verdict_schema, wrong_verdicts
 
 
 class Backend(Protocol):
@@ -109,16 +110,11 @@ class ModelJudge:
         groups = [tuple(open_places)] if self._batch and open_places else [(place,) for place in open_places]
         for places in groups:
             asked = [job.request.items[v][k] for v, k in places]
-
-            def check(text: str, n: int = len(asked)) -> str | None:
-                read = read_verdicts(text, n)
-                return read if isinstance(read, str) else None
-
             future = self._backend.submit(
                 judge_messages(job.request, job.step, asked),
                 schema=verdict_schema(len(asked)),
                 schema_name="verdict",
-                check=check,
+                check=functools.partial(wrong_verdicts, n_items=len(asked)),
             )
             job.asked.append((places, future))
 

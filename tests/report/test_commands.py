@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pytest_httpserver import HTTPServer
+from werkzeug import Request, Response
 
 from envace_jax import cli
+from envace_jax.build import chat_format
 from envace_jax.datasets.cm2 import task_to_record
 from envace_jax.datasets.quickstart.generator import generate_tasks
 from envace_jax.learning.run_dir import config_values
+from envace_jax.model.spec import Qwen3Spec
+from envace_jax.report.dry_run import export_problems, memory_estimate
 from envace_jax.report.show import visible
 
 QUICKSTART = ["--config", "configs/quickstart.py"]
@@ -117,6 +123,76 @@ def test_a_dry_run_looks_at_the_run_that_lies_there(tmp_path: Path, capsys: pyte
     assert "config.json: is not JSON" in capsys.readouterr().out
     assert cli.main([*argv, "--config.overwrite=true"]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+DRY = ["train", *QUICKSTART, "--dry_run", "--config.data.train_limit=20"]
+
+
+def mend(options: list[str], capsys: pytest.CaptureFixture) -> tuple[str, list[str]]:
+    """What a dry run with these options says, and its lines about what is to mend."""
+    assert cli.main([*DRY, *(f"--config.{option}" for option in options)]) in (0, 1)
+    out = capsys.readouterr().out
+    return out, [line for line in out.splitlines() if line.startswith("MEND")]
+
+
+def completion(text: str) -> Response:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+    return Response(json.dumps(body), content_type="application/json")
+
+
+@pytest.mark.parametrize("kind", ["good", "refuses schemas", "ignores schemas"])
+def test_a_dry_run_asks_the_judge_for_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture, httpserver: HTTPServer, kind: str
+) -> None:
+    """All three answer a plain question; only the one that gives a verdict by the schema could judge a run."""
+
+    def handler(request: Request) -> Response:
+        schema = "response_format" in json.loads(request.data)
+        if schema and kind == "refuses schemas":
+            return Response('{"error": {"message": "response_format: unknown"}}', 400, content_type="application/json")
+        return completion('{"answer": true}' if schema and kind == "good" else "ready")
+
+    httpserver.expect_request("/v1/chat/completions").respond_with_handler(handler)
+    judge = ["rewards.judge=endpoint", f"rewards.endpoint.base_url={httpserver.url_for('/v1')}"]
+    out, lines = mend([f"run_dir={tmp_path / 'x'}", *judge, "rewards.endpoint.model=m"], capsys)
+    if kind == "good":
+        assert not lines and "judges in" in out
+    else:
+        assert len(lines) == 1 and lines[0].startswith("MEND  rewards.endpoint: ")
+        assert ("unknown" if kind == "refuses schemas" else "not JSON") in lines[0]
+
+
+def test_a_dry_run_finds_tasks_without_an_environment(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "tasks.jsonl"
+    tasks = [replace(task, meta={}) for task in generate_tasks("train", 20)]
+    file.write_text("\n".join(json.dumps(task_to_record(task)) for task in tasks))
+    options = [f"run_dir={tmp_path / 'x'}", "learning.arm=real_env"]
+    assert mend(options, capsys)[1] == []
+    lines = mend([*options, "data.source=cm2", f"data.path={file}"], capsys)[1]
+    assert len(lines) == 1 and "learning.arm=real_env: task" in lines[0] and "meta.environment is None" in lines[0]
+
+
+def test_memory_counts_a_policy_that_judges() -> None:
+    """Weights of 4 bytes, and keys and values: 2 x layers x (lanes + shelf) x tokens x KV heads x head size x 4."""
+    cfg = cli.load_config("configs/quickstart.py")
+    spec = Qwen3Spec.from_hf_config("data/quickstart/model")
+    assert memory_estimate(spec, cfg)["policy that judges"] == 0
+    cfg.rewards.judge, cfg.rewards.policy.path, cfg.rewards.policy.max_tokens = "policy", "data/quickstart/model", 100
+    rows, tokens = 64 + 64, 272 + 100
+    cache = 2 * spec.n_layers * rows * tokens * spec.n_kv_heads * spec.head_dim * 4
+    assert memory_estimate(spec, cfg)["policy that judges"] == 4 * spec.n_params() + cache
+
+
+def test_what_could_not_be_exported_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = cli.load_config("configs/quickstart.py")
+    spec, chat = Qwen3Spec.from_hf_config("data/quickstart/model"), chat_format(cfg)
+    assert list(export_problems(chat, spec)) == []
+    monkeypatch.setattr(type(chat), "template", lambda self: "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert any("differs from id" in line for line in export_problems(chat, spec))
+    shape = spec.to_hf_config() | {"num_hidden_layers": 1}
+    monkeypatch.setattr(type(spec), "to_hf_config", lambda self: shape)
+    assert any("shape does not come back" in line for line in export_problems(chat, spec))
 
 
 def test_a_warm_start_is_not_held_to_the_batches_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import tempfile
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from envace_jax.build import judge_config, load_model, make_engine, make_judge, mesh_for
+from envace_jax.config import default_config
 from envace_jax.datasets.cm2 import ChecklistItem
+from envace_jax.model.hf import save_params
+from envace_jax.model.qwen3 import init_params
+from envace_jax.model.spec import PRESETS
 from envace_jax.rehearsal.scripted import Scripted, ScriptedEngine
 from envace_jax.rewards.judge import JudgeRequest
 from envace_jax.rewards.judge_prompts import ANALYSES
@@ -15,7 +26,7 @@ from envace_jax.rewards.model_judge import ModelJudge
 from envace_jax.rewards.policy_judge import PolicyBackend
 from envace_jax.text.chat import ChatFormat
 from envace_jax.text.tokenizer import load_tokenizer
-from envace_jax.text.transcript import AssistantOutput, Step, Turn
+from envace_jax.text.transcript import AssistantOutput, Message, Step, Turn
 
 pytestmark = pytest.mark.quick
 TOKENIZER = Path(__file__).parents[2] / "data" / "quickstart" / "tokenizer"
@@ -63,10 +74,57 @@ def test_polling_advances_its_engine() -> None:
     assert results[0].verdicts == (((False,),),)
 
 
-def test_a_judge_made_from_a_configuration_runs_on_the_mesh_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from envace_jax.build import make_judge, mesh_for
-    from envace_jax.config import default_config
+def reciting(folder: Path, chat: ChatFormat, text: str, **experts: int) -> None:
+    """A model folder whose random layers are drowned out: after the last token of a prompt it says `text`, and stops.
 
+    Each token's embedding is a direction of its own, which the output matrix turns into the token that follows.
+    """
+    said = chat.tokenizer.encode(text)
+    start = chat.encode_prompt([Message("user", "?")])[-1]
+    chain = [start, *said, chat.tokenizer.eos_id]
+    assert len(set(chain)) == len(chain) <= 64  # each token has one successor
+    spec = dataclasses.replace(
+        PRESETS["tiny"], vocab_size=chat.tokenizer.vocab_size, n_layers=1, tie_embeddings=False, **experts
+    )
+    params = init_params(spec, jax.random.key(0))
+    embed, head = (np.asarray(params[name]).copy() for name in ("embed", "lm_head"))
+    for k, (token, after) in enumerate(itertools.pairwise(chain)):
+        embed[token] = 1000.0 * np.eye(spec.d_model)[k]
+        head[:, after] = 0.0
+        head[k, after] = 10.0  # times the square root of 64: a logit of 80
+    params |= {"embed": jnp.asarray(embed), "lm_head": jnp.asarray(head)}
+    with tempfile.TemporaryDirectory() as tokenizer:
+        chat.tokenizer.save(tokenizer, chat.template())
+        save_params(folder, params, spec, dtype="F32", tokenizer_dir=tokenizer)
+
+
+@pytest.mark.parametrize("experts", [{}, {"n_experts": 4, "n_experts_per_token": 2, "d_ff_expert": 16}])
+def test_verdicts_of_a_model_in_this_process(tmp_path: Path, experts: dict[str, int]) -> None:
+    """A dense model and a mixture, read from a folder into a real engine: true, false, and what is no verdict."""
+    cfg = default_config()
+    cfg.model.dtype = "bfloat16"
+    cfg.rewards.judge, cfg.rewards.policy.max_tokens = "policy", 24
+    cfg.rollout.max_input_tokens, cfg.rollout.slots, cfg.rollout.live_episodes = 2000, 2, 2
+    cfg.rollout.prefill_chunk = 512
+    chat = ChatFormat(load_tokenizer(TOKENIZER), thinking=True)
+    engine = None
+    for text, verdict in (('{"answer": true}', True), ('{"answer": false}', False), ("yes", None)):
+        cfg.rewards.policy.path = str(tmp_path / str(verdict))
+        reciting(tmp_path / str(verdict), chat, text, **experts)
+        own = judge_config(cfg)
+        spec, params = load_model(own, chat, None, frozen=True)
+        assert spec.is_moe == bool(experts)
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}  # no float32 copy on the way
+        engine = engine or make_engine(own, spec, params)
+        engine.set_params(params)
+        backend = PolicyBackend(engine, chat, max_tokens=24)
+        result = ModelJudge(backend, pump=backend.pump).judge(REQUEST)
+        assert result.verdicts == (((verdict,),),), text
+        assert dict(result.causes) == ({} if verdict is not None else {(0, 0, 0): "malformed"})
+        assert result.usage["requests"] == (1 if verdict is not None else 3)
+
+
+def test_a_judge_made_from_a_configuration_runs_on_the_mesh_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(TOKENIZER.parents[2])
     cfg = default_config()
     cfg.rewards.judge, cfg.rewards.policy.path, cfg.rewards.policy.max_tokens = "policy", "data/quickstart/model", 8
