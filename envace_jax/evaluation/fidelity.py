@@ -43,6 +43,14 @@ class Pair:
     changed: bool | None = None
 
 
+Keep = Callable[[str, Sequence[Pair]], None]
+"""Is given the pairs behind some figures, by the figures' name."""
+
+
+def nothing(name: str, pairs: Sequence[Pair]) -> None:
+    """The `Keep` that keeps nothing."""
+
+
 @dataclass(frozen=True)
 class Fidelity:
     """The scores of one pair. `rejects` and `rejected` are the predicted and the real decision."""

@@ -20,12 +20,14 @@ from envace_jax.datasets.quickstart.environment import WRITES
 from envace_jax.datasets.quickstart.generator import accepted_write
 from envace_jax.datasets.records import Task
 from envace_jax.evaluation.collusion import both_worlds, real_success
-from envace_jax.evaluation.fidelity import Pair, parse, summarise
-from envace_jax.rehearsal.grounding import Grounding, exact_record
+from envace_jax.evaluation.fidelity import Keep, Pair, nothing, parse, summarise
+from envace_jax.evaluation.shown import Watched, Withheld
+from envace_jax.rehearsal.grounding import Grounding, OracleGrounding
+from envace_jax.rehearsal.prompts import PromptWriter
 from envace_jax.rehearsal.rollout import Play, rollout, sampling_key
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import demonstrate
-from envace_jax.rewards.verifiers import json_equal, turn_calls
+from envace_jax.rewards.verifiers import turn_calls
 from envace_jax.sampling.engine import Request, SamplingParams
 from envace_jax.text.tool_calls import parse_execution_result
 from envace_jax.text.transcript import Role
@@ -49,30 +51,31 @@ def fidelity_cases(
     """The fixed set of calls: each task's recorded ones, then two that need no record, each after the true
     history.
 
-    A call counts as copyable when a recorded call gives exactly its answer; a repeated cancellation, whose
-    record says that it was accepted, is not.
+    A call counts as copyable when its prompt shows a recorded call of the same name and arguments with exactly its
+    answer; a repeated cancellation, whose record says that it was accepted, is not.
     """
+    watched, writer = Watched(grounding or OracleGrounding()), PromptWriter(chat, cfg)
     everything = replace(cfg, checks=())  # the host answers nothing
     cases = []
     for task in tasks:
         rng = random.Random(f"fidelity/{FIDELITY_SEED}/{task.uuid}")
-        played = demonstrate(task, chat, everything, probe_messages(task, rng), grounding=grounding)
+        played = demonstrate(task, chat, everything, probe_messages(task, rng), grounding=watched)
         answered = [pair for turn in played.transcript for pair in turn_calls(turn)]
         asked = [segment for segment in played.segments if segment.role is Role.REHEARSE]
         for k, (segment, (call, observation)) in enumerate(zip(asked, answered, strict=True)):
             assert observation is not None
-            record, (_, actual) = exact_record(task, call), parse(observation.text)
+            prompt = played.rows[segment.row].ids[: segment.start]
             pair = Pair(
                 tool=call.name,
                 predicted=None,
                 actual=observation.text,
                 writes=call.name in WRITES,
-                copyable=record is not None and json_equal(parse(record.result)[1], actual),
+                copyable=watched.shows(prompt, call, observation.text, writer),
                 distance=k,
                 group=task.uuid,
-                changed=accepted_write(call.name, actual),
+                changed=accepted_write(call.name, parse(observation.text)[1]),
             )
-            cases.append(FidelityCase(played.rows[segment.row].ids[: segment.start], pair))
+            cases.append(FidelityCase(prompt, pair))
     return cases
 
 
@@ -105,6 +108,7 @@ def evaluate(
     fidelity_tasks: int = 100,
     grounding: Grounding | None = None,
     play: Play = rollout,
+    keep: Keep = nothing,
 ) -> dict[str, float]:
     """The figures of one policy on held-out tasks; `play` is `rollout`, or what shares it out to processes.
 
@@ -112,16 +116,17 @@ def evaluate(
     of the same sampled episodes in rehearsal and replayed; `gap`: their difference; `gap_real`: `rehearsed` less
     `real_sampled`, with a 95% interval over tasks. `fidelity_*`:
     json_equal, leaf_f1, reject_f1 on the fixed calls of the first `fidelity_tasks` tasks; `fidelity_new_*`:
-    the same without copyable ones.
+    the same calls with their own records withheld. `keep` is given the pairs behind both, by name.
     """
     greedy = real_success(tasks, engine, chat, cfg, temperature=0.0, seed=seed, play=play)
     out = {"real_greedy": _mean(greedy)}
     out |= both_worlds(tasks, engine, chat, cfg, seed=seed, grounding=grounding, play=play).figures()
-    cases = fidelity_cases(tasks[:fidelity_tasks], chat, cfg.episode, grounding=grounding)
-    pairs = ask_rehearse(cases, engine, chat, max_tokens=cfg.episode.max_rehearse_tokens, param_set=cfg.rehearse_params)
-    parts = {"fidelity": pairs, "fidelity_new": [pair for pair in pairs if not pair.copyable]}
-    for name, part in parts.items():
-        summary = summarise(part)
+    limit = cfg.episode.max_rehearse_tokens
+    for name, source in (("fidelity", grounding), ("fidelity_new", Withheld(grounding or OracleGrounding()))):
+        cases = fidelity_cases(tasks[:fidelity_tasks], chat, cfg.episode, grounding=source)
+        pairs = ask_rehearse(cases, engine, chat, max_tokens=limit, param_set=cfg.rehearse_params)
+        keep(name, pairs)
+        summary = summarise(pairs)
         out |= {f"{name}_{metric}": summary[metric] for metric in ("n", "json_equal", "leaf_f1", "reject_f1")}
     return out
 

@@ -35,11 +35,13 @@ from envace_jax.evaluation.fidelity import Pair, compare, parse, rejection_inter
 from envace_jax.evaluation.next_observation import Answer, Results, Row, judge_rows
 from envace_jax.evaluation.quickstart import FidelityCase, ask_rehearse
 from envace_jax.evaluation.results import digest, versions
+from envace_jax.evaluation.shown import Watched
 from envace_jax.evaluation.stats import cluster_bootstrap
 from envace_jax.rehearsal import episode
 from envace_jax.rehearsal.episode import Need, Setting
 from envace_jax.rehearsal.flow import Flow, Voice, run_flows, sample
-from envace_jax.rehearsal.grounding import Grounding, NoGrounding, closest, exact_record
+from envace_jax.rehearsal.grounding import Grounding, NoGrounding, closest
+from envace_jax.rehearsal.prompts import PromptWriter
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rehearsal.teacher import demonstrate
@@ -115,7 +117,8 @@ def _probes(
 ) -> list[Probe]:
     # The host answers nothing, and no prompt is trimmed: whoever asks leaves out what is too long.
     everything = replace(cfg, checks=(), max_input_tokens=1 << 30, max_acts=1 << 20, max_segments=1 << 20)
-    played = demonstrate(task, chat, everything, messages, grounding=_Fixed(grounding, original or task))
+    watched, writer = Watched(grounding), PromptWriter(chat, everything)
+    played = demonstrate(task, chat, everything, messages, grounding=_Fixed(watched, original or task))
     answered = [pair for turn in played.transcript for pair in turn_calls(turn)]
     asked = [segment for segment in played.segments if segment.role is Role.REHEARSE]
     environment = make_environment(original or task)
@@ -128,19 +131,18 @@ def _probes(
         now = environment.state_hash()
         changed, state = now != state, now
         writes = may_write(name, call.name, call.arguments)
-        record = exact_record(original or task, call)
-        shown = not isinstance(grounding, NoGrounding)
+        prompt = played.rows[segment.row].ids[: segment.start]
         pair = Pair(
             tool=call.name,
             predicted=None,
             actual=canonical_json(actual),
             writes=writes,
-            copyable=shown and record is not None and json_equal(parse(record.result)[1], actual),
+            copyable=watched.shows(prompt, call, canonical_json(actual), writer),
             distance=k,
             group=(original or task).uuid,
             changed=changed,
         )
-        case = FidelityCase(played.rows[segment.row].ids[: segment.start], pair)
+        case = FidelityCase(prompt, pair)
         out.append(Probe(case, original or task, call, tuple(calls[:k]), written and not writes))
         written |= changed
     return out

@@ -10,6 +10,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from envace_jax.datasets.records import Task
+from envace_jax.evaluation.fidelity import Keep, Pair, nothing
+from envace_jax.evaluation.fidelity import report as fidelity_report
 from envace_jax.learning.metrics import Metrics, read_metrics, trajectory_metrics
 from envace_jax.rehearsal.grounding import Grounding
 from envace_jax.rehearsal.rollout import Play, rollout
@@ -39,16 +41,19 @@ def evaluate_policy(
     judge: Judge,
     grounding: Grounding | None,
     play: Play = rollout,
+    keep: Keep = nothing,
 ) -> Metrics:
-    """Figures on held-out tasks, `eval/...`: against the real environment for quickstart tasks, else the reward of
-    rehearsed episodes; for BFCL tasks also success in both worlds.  `play` is `rollout`, or what shares it out to
-    processes."""
+    """Figures on held-out tasks, `eval/...`: against the real environment where all are quickstart tasks, else the
+    reward of rehearsed episodes, and for those of quickstart and BFCL among them also success in both worlds.  `play`
+    is `rollout`, or what shares it out to processes; `keep` is given the pairs behind the figures of fidelity."""
     if not tasks:
         return {}
     if all(task.meta.get("environment") == "quickstart" for task in tasks):
         from envace_jax.evaluation.quickstart import evaluate
 
-        figures = evaluate(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding, play=play)
+        figures = evaluate(
+            tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding, play=play, keep=keep
+        )
         return {f"eval/{name}": float(value) for name, value in figures.items()}
     e = cfg.evaluation
     config = dataclasses.replace(rollout_config, temperature=e.temperature, top_p=e.top_p, top_k=0)
@@ -65,28 +70,44 @@ def evaluate_policy(
     )
     figures = trajectory_metrics(list(played))
     watched = {}
-    if all(task.meta.get("environment") == "bfcl" for task in tasks):
+    if real := [task for task in tasks if task.meta.get("environment") in ("quickstart", "bfcl")]:
         from envace_jax.evaluation.collusion import both_worlds
 
-        watch = both_worlds(tasks, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding, play=play)
+        watch = both_worlds(real, engine, chat, rollout_config, seed=cfg.seed, grounding=grounding, play=play)
         watched = {f"eval/{name}": value for name, value in watch.figures().items()}
     return watched | {
         "eval/reward": figures["reward/mean"],
         "eval/full": figures["reward/full"],
         "eval/masked": figures["masked/share"],
         "eval/act_parsed": figures["act/parsed"],
-        **_to_the_record(tasks, engine, chat, rollout_config, grounding),
+        **_to_the_record(tasks, engine, chat, rollout_config, grounding, keep),
     }
 
 
 def _to_the_record(
-    tasks: Sequence[Task], engine: Any, chat: Any, rollout_config: RolloutConfig, grounding: Grounding | None
+    tasks: Sequence[Task],
+    engine: Any,
+    chat: Any,
+    rollout_config: RolloutConfig,
+    grounding: Grounding | None,
+    keep: Keep,
 ) -> Metrics:
     """Fidelity to the recorded calls of the first `FIDELITY_TASKS` tasks."""
     from envace_jax.evaluation.recorded_fidelity import recorded_fidelity
 
-    figures = recorded_fidelity(tasks[:FIDELITY_TASKS], engine, chat, rollout_config, grounding)
+    figures = recorded_fidelity(tasks[:FIDELITY_TASKS], engine, chat, rollout_config, grounding, keep)
     return {f"eval/{name}": value for name, value in figures.items()}
+
+
+def fidelity_page(pairs: Mapping[str, Sequence[Pair]]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """The whole report of each set of pairs: by kind, tool and distance every metric; None where nothing decides it."""
+    return {
+        name: {
+            part: {metric: None if value != value else value for metric, value in figures.items()}
+            for part, figures in fidelity_report(of_one).items()
+        }
+        for name, of_one in pairs.items()
+    }
 
 
 def checks(records: Sequence[Mapping[str, Any]], changed: bool) -> list[tuple[str, bool]]:

@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
 from envace_jax.distributed import processes
+from envace_jax.evaluation.fidelity import Pair
 from envace_jax.json_files import read_json
 from envace_jax.learning.advantage import (
     Credit,
@@ -52,7 +53,7 @@ from envace_jax.learning.run_dir import shared_run_dir, write_json
 from envace_jax.learning.setup import Run, prepare
 from envace_jax.learning.shaping import Marks, Shaping, additions
 from envace_jax.learning.shared import agree_to_stop, in_order, share, shared_rollout
-from envace_jax.learning.summary import evaluate_policy, gap_plot, plot, summary_lines
+from envace_jax.learning.summary import evaluate_policy, fidelity_page, gap_plot, plot, summary_lines
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
 from envace_jax.text.transcript import ROLE_CODES, Role
@@ -408,6 +409,7 @@ def evaluate(run: Run, when: str) -> Metrics:
     tasks = run.held_out[: run.cfg.evaluation.tasks]
     run.display.phase(f"evaluating {when} on {len(tasks)} held-out tasks")
     began = time.perf_counter()
+    answered: dict[str, Sequence[Pair]] = {}
     figures = evaluate_policy(
         run.cfg,
         tasks,
@@ -417,7 +419,11 @@ def evaluate(run: Run, when: str) -> Metrics:
         rollout_config=run.rollout,
         judge=run.judge,
         grounding=run.grounding,
+        keep=answered.__setitem__,
     )
+    if run.processes.main:
+        (run.folder / "fidelity").mkdir(exist_ok=True)
+        write_json(run.folder / "fidelity" / f"step_{run.step:08d}.json", fidelity_page(answered))
     shown = ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in figures.items() if not k.endswith("_n"))
     run.display.say(f"held-out, {when}: {shown}")
     return figures | {"time/eval": time.perf_counter() - began}

@@ -14,7 +14,7 @@ from envace_jax.datasets.quickstart.generator import accepted_write, generate_ta
 from envace_jax.datasets.quickstart.make_tokenizer import HOME
 from envace_jax.environments import make_environment
 from envace_jax.evaluation.collusion import both_worlds, succeeded
-from envace_jax.learning.summary import evaluate_policy, gap_plot
+from envace_jax.learning.summary import evaluate_policy, fidelity_page, gap_plot
 from envace_jax.rehearsal.scripted import ScriptedEngine
 from envace_jax.rehearsal.settings import EpisodeConfig, RolloutConfig
 from envace_jax.rewards.judge import RuleJudge
@@ -92,6 +92,27 @@ def test_success_can_be_told_only_where_there_is_an_environment():
     task = generate_tasks("heldout", 1)[0]
     with pytest.raises(UserError, match="quickstart, bfcl"):
         succeeded(replace(task, meta={}), ())
+
+
+def test_a_mixed_source_is_watched_on_its_tasks_with_an_environment(chat):
+    """Three tasks of the service desk and one without an environment: both worlds of the three, the reward of all."""
+    tasks = generate_tasks("heldout", 4)
+    mixed = [*tasks[:3], replace(tasks[3], meta={})]
+    kept = {}
+    figures = evaluate_policy(
+        default_config(), mixed, engine=scripted(chat, [t.messages for t in mixed]), chat=chat, rollout_config=CFG,
+        judge=RuleJudge(), grounding=None, keep=kept.__setitem__,
+    )  # fmt: skip
+    assert figures["eval/reward"] == figures["eval/rehearsed"] == figures["eval/real_sampled"] == 1.0
+    assert figures["eval/gap_real"] == 0.0
+    page = fidelity_page(kept)
+    assert set(page) == {"fidelity", "fidelity_new"}
+    calls = [call.name for task in mixed for call in task.recorded_calls]
+    for part in page.values():
+        assert part["all"]["n"] == len(calls) == sum(part[name]["n"] for name in part if name.startswith("distance:"))
+        assert {f"tool:{name}" for name in calls} <= set(part)
+        assert part["all"]["state_change_accuracy"] is None  # the record does not say what changed
+    json.dumps(page, allow_nan=False)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")

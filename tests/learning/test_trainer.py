@@ -197,6 +197,23 @@ def test_the_step_that_was_measured_best_is_kept(tmp_path, monkeypatch):
     assert checkpoints.problem(3) == "there is no such step"
 
 
+def test_an_evaluation_leaves_its_whole_fidelity_report(tmp_path):
+    """By tool and by distance, of the same calls with and without their records: what the metrics are a part of."""
+    room = {"rollout.max_input_tokens": 500, "learning.row_tokens": 540}
+    options = {"learning.steps": 1, "evaluation.at_end": True} | room
+    assert trainer.run_train(tiny_config(tmp_path / "run", **options)) == 0
+    record = read_metrics(tmp_path / "run")[-1]
+    (file,) = (tmp_path / "run" / "fidelity").iterdir()
+    page = json.loads(file.read_text())
+    assert file.name == "step_00000001.json" and set(page) == {"fidelity", "fidelity_new"}
+    for name, parts in page.items():
+        assert parts["all"]["n"] == record[f"eval/{name}_n"] > 0
+        assert parts["all"]["json_equal"] == record[f"eval/{name}_json_equal"]
+        assert any(part.startswith("tool:") for part in parts) and "distance:0" in parts
+    assert page["fidelity"]["all"]["n"] == page["fidelity_new"]["all"]["n"]
+    assert "copyable" in page["fidelity"] and "copyable" not in page["fidelity_new"]
+
+
 @pytest.mark.parametrize("required", [True, False])
 def test_a_check_that_fails_is_the_exit_status_where_checks_are_required(tmp_path, capsys, required):
     """The scripted model of these tests ends without a call that reaches REHEARSE."""
