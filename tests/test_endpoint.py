@@ -157,6 +157,28 @@ def test_concurrency_stays_within_its_limit() -> None:
     assert 1 < most <= 3
 
 
+def test_requests_side_by_side_keep_their_own_arguments() -> None:
+    """Two endpoints, ten requests each under way at once, made from one list that the caller goes on changing: every
+    answer repeats what its own request asked for, and of which model."""
+
+    def handler(request: Request) -> Response:
+        asked = json.loads(request.data)
+        time.sleep(0.02)
+        return ok(json.dumps([asked["model"], asked["messages"][0]["content"], asked["temperature"]]))
+
+    with HTTPServer(threaded=True) as server:
+        server.expect_request("/v1/chat/completions").respond_with_handler(handler)
+        url, messages, futures = server.url_for("/v1"), [{"role": "user", "content": ""}], []
+        with Endpoint(EndpointSettings(url, "one")) as one, Endpoint(EndpointSettings(url, "two")) as two:
+            for k in range(10):
+                for endpoint in (one, two):
+                    messages[0]["content"] = f"{k}"
+                    futures.append(endpoint.submit(messages, temperature=k / 10))
+            messages[0]["content"] = "changed"
+            answers = [json.loads(f.result().text or "") for f in futures]
+    assert answers == [[name, f"{k}", k / 10] for k in range(10) for name in ("one", "two")]
+
+
 def test_the_cache_answers_equal_requests_and_survives_damage(httpserver: HTTPServer, tmp_path) -> None:
     asked = answer_with(httpserver, ok())
     with open_endpoint(httpserver, cache_dir=str(tmp_path)) as e:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
 from envace_jax.learning.packing import TrainRow
 from envace_jax.model.spec import PRESETS
+from envace_jax.rehearsal.scripted import ScriptedEngine
 from envace_jax.text.transcript import ROLE_CODES, Role
 
 SPEC = dataclasses.replace(
@@ -127,6 +129,41 @@ def rewarded(rollout):
             yield dataclasses.replace(t, reward=float(sum(ids) % 3) / 2, masked_cause=None)
 
     return play
+
+
+IDLE = "Done."
+
+
+class Actors(ScriptedEngine):
+    """Member 0 of every group says what the record says, member 1 says that it is done."""
+
+    def __init__(self, chat, tasks, vocab_size):
+        self.chat, self.tasks, self.played, self.said = chat, tasks, {}, {}
+        self.logprob = -math.log(vocab_size)  # nearly what random weights give every token
+        super().__init__(self.say, chat.tokenizer)
+
+    def say(self, request):
+        place, act = request.key[:4], request.key[-2] == ROLE_CODES[Role.ACT]
+        if place not in self.played:
+            prompt = self.chat.tokenizer.decode(request.prompt_ids)
+            self.played[place] = next(t for t in self.tasks if t.user_turns[0] in prompt)
+        if place[3] == 1:
+            return IDLE
+        lines = [m for m in self.played[place].messages if m.role == ("assistant" if act else "tool")]
+        number = self.said[place, act] = self.said.get((place, act), -1) + 1
+        if act:
+            return self.chat.output_text(lines[number])
+        return f"<tool_response>\n{lines[number].content}\n</tool_response>"
+
+    def _complete(self, number, request):
+        done = super()._complete(number, request)
+        return dataclasses.replace(done, logprobs=(self.logprob,) * len(done.ids))
+
+    def set_params(self, params, name="policy"):
+        pass
+
+    def warm_up(self):
+        return []
 
 
 class ToyEngine:

@@ -71,9 +71,13 @@ def test_equals_oracle(trajectories, population, baseline, std_norm):
 
 
 def test_long_episode_weighs_by_its_outputs():
+    # Two trajectories: R = 1 with 1 ACT and 3 REHEARSE outputs, R = 0 with 1 and 1.
+    # ACT:      mean = (1 x 1 + 1 x 0) / (1 + 1) = 1/2;  A = 1 - 1/2 = 1/2 and 0 - 1/2 = -1/2
+    # REHEARSE: mean = (3 x 1 + 1 x 0) / (3 + 1) = 3/4;  A = 1 - 3/4 = 1/4 and 0 - 3/4 = -3/4
+    # By trajectories, whatever their length, it would be (1 + 0) / 2 = 1/2 for both roles.
     a, b = make(0, 1.0, 1, 3), make(0, 0.0, 1, 1)
     got = role_advantages([a, b])
-    assert got[0][Role.ACT] == 0.5
+    assert got[0][Role.ACT] == 0.5 and got[1][Role.ACT] == -0.5
     assert got[0][Role.REHEARSE] == 0.25 and got[1][Role.REHEARSE] == -0.75
 
 

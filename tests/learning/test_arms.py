@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from learning_common import SPEC, random_rows, tiny_config
+from learning_common import SPEC, Actors, random_rows, tiny_config
 
+from envace_jax import build
 from envace_jax.config import UserError
+from envace_jax.datasets.sources import load_tasks
 from envace_jax.learning import setup, trainer
 from envace_jax.learning.arms import learners_of
 from envace_jax.learning.learner import Learner
@@ -20,6 +24,7 @@ from envace_jax.learning.metrics import read_metrics
 from envace_jax.learning.packing import NORMALISERS
 from envace_jax.learning.step import UpdateConfig, make_update
 from envace_jax.model.qwen3 import init_params
+from envace_jax.rehearsal.trajectory import read_trajectories
 
 # At lr 0 every update of a batch starts from the same parameters, and AdamW's first moment is linear in the gradients.
 STILL = UpdateConfig(lr=0.0, grad_clip=0.0, rows=4, row_tokens=64, capacity=4, loss=LossConfig(chunk_tokens=64))
@@ -84,6 +89,7 @@ def test_a_step_trains_the_sets_of_its_arm(tmp_path, monkeypatch, arm):
     roles = [s["role"] for line in lines for s in json.loads(line)["segments"]]
     assert roles.count("rehearse") > 0
     initial = given["policy"][0]
+    assert len(given["policy"]) == 2  # the initial parameters, and one hand-over an update
     assert record["grad_norm"] > 0 and not np.array_equal(given["policy"][-1], initial)
     if arm == "per_role":
         assert set(given) == {"policy", "rehearse"} and record["rehearse/grad_norm"] > 0
@@ -94,6 +100,31 @@ def test_a_step_trains_the_sets_of_its_arm(tmp_path, monkeypatch, arm):
         assert set(given) == {"policy", "frozen"} and len(given["frozen"]) == 1
         np.testing.assert_array_equal(given["frozen"][0], initial)
         assert not any(name.startswith("rehearse/grad") for name in record)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")
+@pytest.mark.parametrize(("arm", "source"), [("recorded", "recorded"), ("real_env", "real")])
+def test_arms_without_rehearsal_train_on_bfcl(tmp_path, monkeypatch, arm, source):
+    """One step on a task of BFCL: who does what the reference does is paid, who idles is not, nobody rehearses."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    values = {
+        "data.source": "bfcl", "data.train_limit": 1, "data.eval_limit": 1, "data.max_head_tokens": 6000,
+        "learning.prompts_per_step": 1, "rollout.max_input_tokens": 6000, "rollout.max_act_tokens": 800,
+        "rollout.max_acts": 60, "rollout.max_segments": 200, "learning.row_tokens": 6800, "learning.steps": 1,
+        "learning.arm": arm,
+    }  # fmt: skip
+    cfg = tiny_config(tmp_path / "run", **values)
+    tasks = load_tasks(cfg.data)[0]
+    actors = lambda cfg, spec, *_: Actors(build.chat_format(cfg), tasks, spec.vocab_size)  # noqa: E731
+    monkeypatch.setattr(setup, "make_engine", actors)
+    assert trainer.run_train(cfg) == 0
+    record = read_metrics(tmp_path / "run")[0]
+    assert record["grad_norm"] > 0 and record[f"count/observations_{source}"] > 0 and record["masked/share"] == 0
+    assert record.get("outputs/rehearse", 0) == 0
+    played = list(read_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    assert {t.reward for t in played if t.member == 0} == {1.0}
+    assert all(t.reward < 1.0 for t in played if t.member == 1)
 
 
 @pytest.mark.quick

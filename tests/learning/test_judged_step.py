@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from pathlib import Path
 
 import pytest
-from learning_common import tiny_config
+from learning_common import IDLE, Actors, tiny_config
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
@@ -18,46 +16,12 @@ from envace_jax.datasets.quickstart.generator import generate_tasks
 from envace_jax.learning import setup
 from envace_jax.learning.run_dir import open_run_dir
 from envace_jax.learning.trainer import train_step
-from envace_jax.rehearsal.rollout import ROLE_CODES
 from envace_jax.rehearsal.scripted import ScriptedEngine
 from envace_jax.rehearsal.trajectory import read_trajectories
 from envace_jax.rewards.judge_prompts import ANALYSES
 from envace_jax.text.transcript import Role
 
 ROOT = Path(__file__).resolve().parents[2]
-IDLE = "Done."
-
-
-class Actors(ScriptedEngine):
-    """Member 0 of every group says what the record says, member 1 says that it is done."""
-
-    def __init__(self, chat, tasks, vocab_size):
-        self.chat, self.tasks, self.played, self.said = chat, tasks, {}, {}
-        self.logprob = -math.log(vocab_size)  # nearly what random weights give every token
-        super().__init__(self.say, chat.tokenizer)
-
-    def say(self, request):
-        place, act = request.key[:4], request.key[-2] == ROLE_CODES[Role.ACT]
-        if place not in self.played:
-            prompt = self.chat.tokenizer.decode(request.prompt_ids)
-            self.played[place] = next(t for t in self.tasks if t.user_turns[0] in prompt)
-        if place[3] == 1:
-            return IDLE
-        lines = [m for m in self.played[place].messages if m.role == ("assistant" if act else "tool")]
-        number = self.said[place, act] = self.said.get((place, act), -1) + 1
-        if act:
-            return self.chat.output_text(lines[number])
-        return f"<tool_response>\n{lines[number].content}\n</tool_response>"
-
-    def _complete(self, number, request):
-        done = super()._complete(number, request)
-        return dataclasses.replace(done, logprobs=(self.logprob,) * len(done.ids))
-
-    def set_params(self, params, name="policy"):
-        pass
-
-    def warm_up(self):
-        return []
 
 
 def verdict(user: str) -> str:

@@ -197,6 +197,15 @@ def test_the_step_that_was_measured_best_is_kept(tmp_path, monkeypatch):
     assert checkpoints.problem(3) == "there is no such step"
 
 
+def test_evaluating_touches_no_parameter(unbroken, tmp_path):
+    """Measured before, on the way and at the end, a run ends with the parameters and moments of one that never was."""
+    often = {"evaluation.at_start": True, "evaluation.every": 2, "evaluation.at_end": True}
+    assert trainer.run_train(tiny_config(tmp_path / "run", **often)) == 0
+    assert sum("time/eval" in r for r in read_metrics(tmp_path / "run")) == 3
+    states = [final_state(folder)[2] for folder in (unbroken, tmp_path / "run")]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), *states)
+
+
 def test_an_evaluation_leaves_its_whole_fidelity_report(tmp_path):
     """By tool and by distance, of the same calls with and without their records: what the metrics are a part of."""
     room = {"rollout.max_input_tokens": 500, "learning.row_tokens": 540}
