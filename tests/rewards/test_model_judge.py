@@ -63,7 +63,7 @@ def truthful(req: Request) -> Response:
     return completion(json.dumps(answers[0] if len(answers) == 1 else {"verdicts": answers}))
 
 
-PATIENCE = 1.5  # seconds that one attempt may take
+PATIENCE = 2.0  # seconds that one attempt may take; with eight at a time, others need far less
 FAULTS = {
     "never": lambda req: (time.sleep(PATIENCE + 1), Response("too late"))[1],
     "slow": lambda req: (time.sleep(0.05), truthful(req))[1],
@@ -94,7 +94,9 @@ def judge_all(server: HTTPServer, n: int, fault_share: float, batch: bool) -> tu
 
     server.expect_request("/v1/chat/completions").respond_with_handler(handler)
     truth: dict[str, list[bool]] = {}
-    settings = EndpointSettings(server.url_for("/v1"), "m", attempts=2, timeout=PATIENCE, deadline=600.0)
+    settings = EndpointSettings(
+        server.url_for("/v1"), "m", concurrency=8, attempts=2, timeout=PATIENCE, deadline=600.0
+    )
     with Endpoint(settings) as endpoint:
         judge = ModelJudge(endpoint, batch_items=batch)
         for i in range(n // 4):
@@ -165,7 +167,7 @@ def test_no_episode_is_lost_and_what_judging_cost_is_shown(httpserver: HTTPServe
 
     httpserver.expect_request("/v1/chat/completions").respond_with_handler(handler)
     settings = EndpointSettings(
-        httpserver.url_for("/v1"), "m", attempts=1, timeout=PATIENCE, deadline=120.0, cache_dir=str(tmp_path)
+        httpserver.url_for("/v1"), "m", concurrency=8, attempts=1, timeout=PATIENCE, cache_dir=str(tmp_path)
     )
 
     def play() -> list:
