@@ -40,7 +40,7 @@ def updates():
 @pytest.mark.parametrize(
     ("loss_mean", "parts"),
     [
-        *(pytest.param(mean, 1, marks=pytest.mark.quick) for mean in NORMALISERS),
+        *((mean, 1) for mean in NORMALISERS),
         pytest.param("token", 2, marks=pytest.mark.long),
     ],
 )
@@ -60,7 +60,6 @@ def test_gradients_of_two_sets_add_up_to_those_of_the_shared_set(updates, tmp_pa
     assert max(float(np.abs(x).max()) for x in jax.tree.leaves(both)) > 1e-4
 
 
-@pytest.mark.quick
 @pytest.mark.usefixtures("toy_training")
 @pytest.mark.parametrize("arm", ["per_role", "frozen_rehearse"])
 def test_a_step_trains_the_sets_of_its_arm(tmp_path, monkeypatch, arm):
@@ -81,25 +80,26 @@ def test_a_step_trains_the_sets_of_its_arm(tmp_path, monkeypatch, arm):
         return engine
 
     monkeypatch.setattr(setup, "make_engine", watched)
-    options = {"learning.arm": arm, "learning.steps": 1, "learning.prompts_per_step": 4, "rollout.checks": ("format",)}
+    options = {"learning.arm": arm, "learning.steps": 3, "learning.prompts_per_step": 4, "rollout.checks": ("format",)}
     folder = tmp_path / "run"
     assert trainer.run_train(tiny_config(folder, **options)) == 0
-    record = read_metrics(folder)[0]
+    # Whether a role's few outputs of one step differ in reward depends on jax's version: some step of three has spread.
+    moved = lambda name: max(record[name] for record in read_metrics(folder))  # noqa: E731
     lines = (folder / "trajectories.jsonl").read_text().splitlines()
     roles = [s["role"] for line in lines for s in json.loads(line)["segments"]]
     assert roles.count("rehearse") > 0
     initial = given["policy"][0]
-    assert len(given["policy"]) == 2  # the initial parameters, and one hand-over an update
-    assert record["grad_norm"] > 0 and not np.array_equal(given["policy"][-1], initial)
+    assert len(given["policy"]) == 4  # the initial parameters, and one hand-over an update
+    assert moved("grad_norm") > 0 and not np.array_equal(given["policy"][-1], initial)
     if arm == "per_role":
-        assert set(given) == {"policy", "rehearse"} and record["rehearse/grad_norm"] > 0
+        assert set(given) == {"policy", "rehearse"} and moved("rehearse/grad_norm") > 0
         np.testing.assert_array_equal(given["rehearse"][0], initial)
         assert not np.array_equal(given["rehearse"][-1], initial)
         assert not np.array_equal(given["rehearse"][-1], given["policy"][-1])
     else:
         assert set(given) == {"policy", "frozen"} and len(given["frozen"]) == 1
         np.testing.assert_array_equal(given["frozen"][0], initial)
-        assert not any(name.startswith("rehearse/grad") for name in record)
+        assert not any(name.startswith("rehearse/grad") for record in read_metrics(folder) for name in record)
 
 
 @pytest.mark.long

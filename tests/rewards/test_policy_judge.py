@@ -28,7 +28,6 @@ from envace_jax.text.chat import ChatFormat
 from envace_jax.text.tokenizer import load_tokenizer
 from envace_jax.text.transcript import AssistantOutput, Message, Step, Turn
 
-pytestmark = pytest.mark.quick
 TOKENIZER = Path(__file__).parents[2] / "data" / "quickstart" / "tokenizer"
 REQUEST = JudgeRequest(
     "r",
@@ -98,7 +97,10 @@ def reciting(folder: Path, chat: ChatFormat, text: str, **experts: int) -> None:
         save_params(folder, params, spec, dtype="F32", tokenizer_dir=tokenizer)
 
 
-@pytest.mark.parametrize("experts", [{}, {"n_experts": 4, "n_experts_per_token": 2, "d_ff_expert": 16}])
+MIXTURE = {"n_experts": 4, "n_experts_per_token": 2, "d_ff_expert": 16}
+
+
+@pytest.mark.parametrize("experts", [{}, pytest.param(MIXTURE, marks=pytest.mark.long)])
 def test_verdicts_of_a_model_in_this_process(tmp_path: Path, experts: dict[str, int]) -> None:
     """A dense model and a mixture, read from a folder into a real engine: true, false, and what is no verdict."""
     cfg = default_config()
