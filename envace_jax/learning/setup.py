@@ -190,6 +190,8 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         if not (position.get("step") and warm_here(folder, layout)):
             engine.warm_up()
             warm_up_control(engine, rollout_config)
+        # Over all processes, of which another may still be compiling: a part of what each waits for.
+        initial = position.get("initial") or {name: x.digest() for name, x in learners.items()}
         loading.close()
         run = Run(
             cfg=cfg,
@@ -209,7 +211,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
             sink=sink,
             trajectories=trajectory_file(cfg, folder, position) if processes.main else None,
             display=display,
-            initial=position.get("initial") or {name: x.digest() for name, x in learners.items()},
+            initial=initial,
             step=position.get("step", 0),
             measured=position.get("measured", False),
             bad_steps=position.get("bad_steps", 0),
