@@ -126,6 +126,7 @@ def test_verdicts_of_a_model_in_this_process(tmp_path: Path, experts: dict[str, 
         assert result.usage["requests"] == (1 if verdict is not None else 3)
 
 
+@pytest.mark.long
 def test_a_judge_made_from_a_configuration_runs_on_the_mesh_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(TOKENIZER.parents[2])
     cfg = default_config()
