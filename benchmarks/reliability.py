@@ -88,7 +88,8 @@ def resources(pid: int) -> tuple[float, int, int]:
 
 def undisturbed(folder: Path, soak: int) -> dict[str, Any]:
     """The run that is left alone: when each step was done, and resources after the first quarter and at the end."""
-    process, seen, done_at = start(folder, **{"learning.steps": soak, "checkpoint.every": EVERY, "checkpoint.keep": 10_000}), [], {}
+    changes = {"learning.steps": soak, "checkpoint.every": EVERY, "checkpoint.keep": 10_000}
+    process, seen, done_at = start(folder, **changes), [], {}
     began = time.monotonic()
     while process.poll() is None:
         step = steps_done(folder)
