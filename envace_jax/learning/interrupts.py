@@ -7,10 +7,11 @@ A second Ctrl-C leaves at once, without saving.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -54,6 +55,17 @@ class Interrupts:
         self._held = max(0, self._held - 1)
         if self.pending is not None and not self._held:
             raise self.pending
+
+    @contextlib.contextmanager
+    def as_themselves(self) -> Iterator[None]:
+        """An interrupt that a library turned into an error of its own (jax does, in the middle of tracing) is raised
+        as what it was."""
+        try:
+            yield
+        except Exception as error:
+            if self.pending is None or self._held:
+                raise
+            raise self.pending from error
 
     def done(self) -> None:
         """The interrupt is being dealt with: what comes now waits."""

@@ -103,30 +103,9 @@ def finished_before(cfg: ConfigDict, folder: Path) -> int | None:
 
 def train(run: Run, steps: range) -> int:
     """Steps, evaluations and checkpoints until `learning.steps` are done; returns the exit status."""
-    cfg, folder = run.cfg, run.folder
     try:
-        if cfg.evaluation.at_start and run.held_out and not run.measured:
-            run.sink.write(0, evaluate(run, "before training"))
-            run.measured = True
-            run.mark()
-        while run.step < cfg.learning.steps or run.pending is not None:
-            with profiling(steps, run.step + 1, folder):
-                metrics = train_step(run) if run.pending is None else run.pending
-            if evaluation_due(run):
-                if run.pending is None:
-                    run.pending = dict(metrics)
-                    run.mark()
-                    run.interrupts.let()
-                metrics |= evaluate(run, f"after step {run.step}")
-                run.interrupts.hold()
-            run.sink.write(run.step, metrics)
-            run.note_compilations()
-            run.pending, run.score = None, metrics.get(cfg.checkpoint.best)
-            run.mark()
-            if run.step == cfg.learning.steps or run.step % cfg.checkpoint.every == 0:
-                run.save()
-            report(run, metrics)
-            run.interrupts.let()
+        with run.interrupts.as_themselves():
+            all_steps(run, steps)
     except KeyboardInterrupt as interrupt:
         agree_to_stop(run.processes, run.interrupts, interrupt)
         run.display.say(f"interrupted: saving step {run.step}; the same command goes on from there")
@@ -137,6 +116,33 @@ def train(run: Run, steps: range) -> int:
         raise
     run.settle()
     return finish(run)
+
+
+def all_steps(run: Run, profiled: range) -> None:
+    """What `train` does where nothing interrupts it."""
+    cfg, folder = run.cfg, run.folder
+    if cfg.evaluation.at_start and run.held_out and not run.measured:
+        run.sink.write(0, evaluate(run, "before training"))
+        run.measured = True
+        run.mark()
+    while run.step < cfg.learning.steps or run.pending is not None:
+        with profiling(profiled, run.step + 1, folder):
+            metrics = train_step(run) if run.pending is None else run.pending
+        if evaluation_due(run):
+            if run.pending is None:
+                run.pending = dict(metrics)
+                run.mark()
+                run.interrupts.let()
+            metrics |= evaluate(run, f"after step {run.step}")
+            run.interrupts.hold()
+        run.sink.write(run.step, metrics)
+        run.note_compilations()
+        run.pending, run.score = None, metrics.get(cfg.checkpoint.best)
+        run.mark()
+        if run.step == cfg.learning.steps or run.step % cfg.checkpoint.every == 0:
+            run.save()
+        report(run, metrics)
+        run.interrupts.let()
 
 
 def evaluation_due(run: Run) -> bool:
