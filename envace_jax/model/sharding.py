@@ -28,8 +28,8 @@ class Rules:
 
     `embed` is the axis of weights that fully-sharded data parallelism cuts; `gather` undoes it for one layer
     at a time, inside the scan, so that only one layer's whole weights exist at once. `expert_ffn` is the hidden axis of
-    an expert, `ffn` that of a dense layer. `logits` is the vocabulary of
-    computed logits (`vocab` is that of the weights): None for a sampler, which sorts and draws over all of it.
+    an expert, `ffn` that of a dense layer. `logits` is the vocabulary of computed logits (`vocab` is that of the
+    weights): None for a sampler, which sorts and draws over all of it.
     """
 
     batch: Axis = ("replica", "fsdp", "expert")

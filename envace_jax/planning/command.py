@@ -90,13 +90,16 @@ def check_layout(cfg: ConfigDict, slice_: Slice) -> None:
 
 def check_heads(cfg: ConfigDict, spec: Any) -> None:
     """That the meshes cut heads, experts and vocabulary evenly; `UserError` names the key."""
-    for key, tensor in (("mesh.tensor", cfg.mesh.tensor), ("plan.rollout_tensor", cfg.plan.rollout_tensor)):
+    for prefix, section, name in (("mesh.", cfg.mesh, ""), ("plan.rollout_", cfg.plan, "rollout_")):
+        tensor, expert = section[f"{name}tensor"], section[f"{name}expert"]
         for what, n in (("key/value heads", spec.n_kv_heads), ("vocabulary", spec.vocab_size)):
             if n % tensor:
-                raise UserError(f"{key}={tensor}: does not divide the model's {n} {what}")
-    for key, expert in (("mesh.expert", cfg.mesh.expert), ("plan.rollout_expert", cfg.plan.rollout_expert)):
-        if expert > 1 and spec.n_experts % expert:
-            raise UserError(f"{key}={expert}: does not divide the model's {spec.n_experts} experts")
+                raise UserError(f"{prefix}tensor={tensor}: does not divide the model's {n} {what}")
+        if spec.is_moe and spec.n_experts % (tensor * expert):  # a sampler cuts experts over both
+            raise UserError(
+                f"{prefix}tensor={tensor} times {prefix}expert={expert}: does not divide the model's {spec.n_experts} "
+                "experts, of which a sampler gives each chip whole ones"
+            )
 
 
 def search(cfg: ConfigDict, slice_: Slice, name: str, programs: Sequence[Any]) -> int:

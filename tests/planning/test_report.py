@@ -169,6 +169,10 @@ def test_what_cannot_be_laid_out_is_refused():
     cfg.plan.rollout_tensor = 16
     with pytest.raises(UserError, match="plan.rollout_tensor=16: does not divide"):
         plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+    cfg = small()
+    cfg.model.size, cfg.plan.rollout_tensor, cfg.plan.rollout_expert = "30b-a3b", 4, 64
+    with pytest.raises(UserError, match="plan.rollout_tensor=4 times plan.rollout_expert=64: does not divide"):
+        plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
 
 
 def test_every_configuration_of_record_can_be_planned():
