@@ -2,12 +2,15 @@
 
 From a task's own dialogue, which is right, and another one of the same task, which is flawed: a self-evaluation of
 each (what is missing, what was made too often), a memory of some of both (the calls that are right, in order), and
-ACT's own rows once more with that memory under each user message.
+ACT's own rows once more with notes under each user message. The notes are that memory, or, since what is remembered in
+practice is not always right, the flawed dialogue's calls, or the rehearsals themselves as sequential rehearsal tells
+them; what ACT then does is right in every case.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +27,8 @@ from envace_jax.test_time.memory import Evaluation, Rehearsed, Reviewer
 from envace_jax.text.transcript import AssistantOutput, Message, Observation, Role, Step, Turn
 
 MAX_REHEARSALS = 3
+NOTES = {"memory": 0.6, "flawed": 0.2, "told": 0.2}
+"""What stands under a user message that ACT learns to answer, and how often."""
 
 
 def review_rows(
@@ -54,8 +59,13 @@ def review_rows(
             assert one.evaluation is not None
             rows.append(_row(chat, reviewer.evaluation_prompt(one.turns), reviewer.evaluation_answer(one.evaluation)))
         several = [rng.choice(told) for _ in range(rng.randint(1, MAX_REHEARSALS))]
-        memories.append(remembered(turn))
-        rows.append(_row(chat, reviewer.memory_prompt(several, memory_tokens), memories[-1]))
+        rows.append(_row(chat, reviewer.memory_prompt(several, memory_tokens), remembered(turn)))
+        notes = {
+            "memory": remembered(turn),
+            "flawed": remembered(told[-1].turns[0]),
+            "told": reviewer.within("\n\n".join(reviewer.tellings(several)), memory_tokens),
+        }
+        memories.append(notes[rng.choices(list(NOTES), list(NOTES.values()))[0]])
     messages = []
     users = iter(memories)
     for message in task.messages:
@@ -68,7 +78,10 @@ def review_rows(
 
 
 def flawed_messages(task: Task, rng: random.Random) -> tuple[Message, ...] | None:
-    """The task's dialogue with one output that makes calls left out or made twice; None where there is none."""
+    """The task's dialogue with one output that makes calls left out, made twice, or made with one digit altered.
+
+    None where no output makes a call.
+    """
     messages = list(task.messages)
     places = [k for k, message in enumerate(messages) if message.tool_calls]
     if not places:
@@ -77,8 +90,35 @@ def flawed_messages(task: Task, rng: random.Random) -> tuple[Message, ...] | Non
     end = begin + 1
     while end < len(messages) and messages[end].role == "tool":
         end += 1
-    again = messages[begin:end] if rng.random() < 0.5 else []
+    kind = rng.choice(("left out", "twice", "altered"))
+    if kind == "altered" and (altered := _altered(messages[begin:end], rng)):
+        return (*messages[:begin], *altered, *messages[end:])
+    again = messages[begin:end] if kind == "twice" else []
     return (*messages[:begin], *again, *again, *messages[end:])
+
+
+def _altered(messages: Sequence[Message], rng: random.Random) -> list[Message]:
+    """Calls and their results with one digit of one argument another one; empty where no argument has a digit."""
+    first, *results = messages
+    calls = list(first.tool_calls)
+    numbers = [
+        (k, name, value, found)
+        for k, call in enumerate(calls)
+        for name, value in call.arguments.items()
+        if isinstance(value, str | int) and not isinstance(value, bool)
+        for found in re.finditer("[0-9]", str(value))
+    ]
+    if not numbers:
+        return []
+    k, name, value, found = rng.choice(numbers)
+    text = str(value)
+    digit = rng.choice([d for d in "123456789" if d != found[0]])
+    other = f"{text[: found.start()]}{digit}{text[found.end() :]}"
+    calls[k] = replace(calls[k], arguments={**calls[k].arguments, name: type(value)(other)})
+    return [
+        replace(first, tool_calls=tuple(calls)),
+        *(replace(m, content=m.content.replace(text, other)) for m in results),
+    ]
 
 
 def remembered(turn: Turn) -> str:

@@ -43,20 +43,56 @@ def test_rows_teach_what_is_asked_at_test_time(chat):
         prompt = reviewer.evaluation_prompt(turns)
         assert list(row.ids[: len(prompt)]) == prompt and not any(row.sampled[: len(prompt)])
     act = chat.tokenizer.decode(rows[-1].ids)
-    assert f"Cancel 11 and 12.\nmemory\n{eleven}\n{twelve}" in act and "Done." in act
+    assert "Cancel 11 and 12.\nmemory\n" in act and "Done." in act
     assert len(rows) >= 4  # a fork of the ledger is a row of its own
 
 
-def test_a_dialogue_is_flawed_by_leaving_out_or_repeating():
+def test_a_dialogue_is_flawed_by_leaving_out_repeating_or_a_digit():
     task = Task("t", "desk", dialogue(11, 12), TOOLS, ())
     seen = set()
-    for seed in range(20):
+    for seed in range(40):
         flawed = flawed_messages(task, random.Random(seed))
         (right,), (wrong,) = turns_of(task.messages), turns_of(flawed)
-        seen.add(difference(right, wrong).split()[0])
+        seen.add(tuple(line.split()[0] for line in difference(right, wrong).split("\n")))
         assert flawed[-1] == task.messages[-1]
-    assert seen == {"also", "not"}
+    assert seen == {("also",), ("not",), ("also", "not")}
     assert flawed_messages(Task("t", "desk", task.messages[:1], TOOLS, ()), random.Random(0)) is None
+
+
+def test_an_altered_digit_is_altered_in_the_results_too():
+    messages = (
+        Message("user", "Cancel B-7."),
+        Message("assistant", "", None, (ToolCall("cancel_order", {"order": "B-7", "sure": True}),)),
+        Message("tool", '{"cancelled": "B-7"}'),
+        Message("assistant", "Done."),
+    )
+    task = Task("t", "desk", messages, TOOLS, ())
+    found = [flawed_messages(task, random.Random(seed)) for seed in range(40)]
+    altered = {m[1].tool_calls[0].arguments["order"] for m in found if len(m) == 4}
+    assert altered and altered <= {f"B-{d}" for d in "12345689"}
+    for m in found:
+        if len(m) == 4:
+            order = m[1].tool_calls[0].arguments
+            assert order["sure"] is True and m[2].content == f'{{"cancelled": "{order["order"]}"}}'
+
+
+def test_what_stands_under_a_message_is_sometimes_wrong_and_act_is_right(chat):
+    task = Task("t", "desk", dialogue(11, 12), TOOLS, ())
+    eleven = '{"name": "cancel_order", "arguments": {"order": 11}}'
+    notes = {"right": 0, "flawed": 0, "told": 0}
+    for seed in range(60):
+        rows = review_rows(task, chat, CFG, random.Random(seed), flawed=dialogue(11, 11))
+        text = chat.tokenizer.decode(rows[-1].ids)
+        under = text.partition("\nmemory\n")[2]
+        kind = "right" if under.startswith(f"{eleven}\n{eleven.replace('11', '12')}") else "told"
+        kind = "flawed" if under.startswith(f"{eleven}\n{eleven}") else kind
+        notes[kind] += 1
+        learnt = "".join(
+            chat.tokenizer.decode([i for i, sampled in zip(row.ids, row.sampled) if sampled])
+            for row in rows[3:]  # after two evaluations and a memory
+        )
+        assert eleven.replace("11", "12") in learnt and "also" not in learnt
+    assert all(abs(notes[kind] - 60 * share) <= 12 for kind, share in (("right", 0.6), ("flawed", 0.2), ("told", 0.2)))
 
 
 def test_the_warm_start_shows_them(chat):
