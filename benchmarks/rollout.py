@@ -399,31 +399,39 @@ def main() -> None:
     start = time.perf_counter()
     engine = Engine(params, size.spec, config)
     engine.warm_up()
-    print(f"warm-up {time.perf_counter() - start:.1f} s, {engine.stats()['programs_compiled']} programs")
+    print(f"warm-up {time.perf_counter() - start:.1f} s, {engine.stats()['programs_compiled']} programs", flush=True)
 
-    results = [play(engine, head, conversations, ordered=False)]
+    results: list[Result] = []
+
+    def add(result: Result | None) -> None:
+        """Keeps a side's result; said at once, since the next side may take minutes."""
+        if result is not None:
+            results.append(result)
+            print(f"{result.side}: {result.seconds:.1f} s, {result.useful_tokens} useful tokens", flush=True)
+
+    add(play(engine, head, conversations, ordered=False))
     if "reference" not in args.skip:
         unshared = Engine(params, size.spec, dataclasses.replace(config, min_share=1 << 30))
         unshared.warm_up()
-        results.append(play(unshared, *workload(size), ordered=True))
+        add(play(unshared, *workload(size), ordered=True))
     with tempfile.TemporaryDirectory() as place:
         from envace_jax.model.hf import save_params
 
         folder = save_params(Path(place) / "model", params, size.spec, dtype="F32")
         save(folder / "conversations.json", *workload(size))
-        sides = [None if "transformers" in args.skip else transformers_side(folder, *workload(size))]
+        add(None if "transformers" in args.skip else transformers_side(folder, *workload(size)))
         for side, script, python in (
             ("google-tunix", "rollout_tunix.py", args.tunix_python),
             ("vLLM", "rollout_vllm.py", args.vllm_python),
         ):
-            sides.append(outside_side(side, script, python, folder) if python else None)
-        results += [side for side in sides if side is not None]
+            add(outside_side(side, script, python, folder) if python else None)
     first = results[0]
     print(f"\n{'side':18s} {'seconds':>9s} {'useful':>8s} {'tok/s':>9s} {'engine is':>10s}")
     for r in results:
         print(f"{r.side:18s} {r.seconds:9.2f} {r.useful_tokens:8d} {r.rate:9.1f} {first.rate / r.rate:9.2f}x")
-    for r in results[:2]:
-        print(f"{r.side}: " + ", ".join(f"{k} {v:.3g}" for k, v in r.facts.items()))
+    for r in results:
+        if r.facts:
+            print(f"{r.side}: " + ", ".join(f"{k} {v:.3g}" for k, v in r.facts.items()))
 
     ceilings = Ceilings(matmul_peak(), bandwidth())
     print(f"\nmatrix peak {ceilings.flops / 1e9:.1f} GFLOP/s, reading {ceilings.bytes / 1e9:.1f} GB/s")
