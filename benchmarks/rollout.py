@@ -135,8 +135,12 @@ class PerfectCache:
 
 
 def play(engine: Engine, head: tuple[int, ...], conversations: list[Conversation], ordered: bool) -> Result:
-    """All conversations over one engine: by readiness, or in the reference's order."""
+    """All conversations over one engine: by readiness, or in the reference's order.
+
+    The tail begins when a conversation has ended and none is left to take its lane.
+    """
     perfect, useful = PerfectCache(), 0
+    tail: dict[str, float] = {}
     before, began, inside = engine.stats(), time.perf_counter(), 0.0
     asked: dict[int, tuple[Conversation, list[int]]] = {}
 
@@ -176,11 +180,15 @@ def play(engine: Engine, head: tuple[int, ...], conversations: list[Conversation
             for c in advance():
                 if not c.done:
                     ask(c)
+                elif not tail and len(asked) < engine.config.slots:
+                    tail = engine.stats()
     seconds = time.perf_counter() - began
     after = engine.stats()
     gained = {k: after[k] - before[k] for k in after}
+    full = {k: (tail or after)[k] - before[k] for k in after}
     facts = {
         "occupancy": gained["tokens_sampled"] / max(1, gained["slot_iterations"]),
+        "occupancy_before_tail": full["tokens_sampled"] / max(1, full["slot_iterations"]),
         "prefilled": gained["tokens_prefilled"],
         "prefilled_over_perfect": gained["tokens_prefilled"] / perfect.tokens,
         "host_share": 1 - gained["seconds_waiting"] / seconds,
@@ -246,10 +254,11 @@ def matmul_peak(n: int = 1536) -> float:
 
 
 def bandwidth(megabytes: int = 256) -> float:
-    """Bytes/s of reading an array that fits no cache."""
-    x = jnp.ones((8, megabytes * 32768), jnp.float32)
-    total = jax.jit(lambda a: a.sum(axis=0).max())
-    return x.nbytes / best_of(lambda: total(x))
+    """Bytes/s of reading an array that fits no cache, by the fastest of three programs that read all of it once."""
+    x = jnp.ones((64, megabytes * 4096), jnp.float32)
+    y = jnp.ones(x.shape[1], jnp.float32)
+    total, largest, product = jax.jit(jnp.sum), jax.jit(jnp.max), jax.jit(lambda a, b: a @ b)
+    return x.nbytes / min(best_of(call) for call in (lambda: total(x), lambda: largest(x), lambda: product(x, y)))
 
 
 def matrix_params(spec: Qwen3Spec) -> int:

@@ -40,15 +40,15 @@ def attention_xla(
     """
     b, t, h, d = q_BxTxHxDh.shape
     n_kv = k_BxSxKxDh.shape[2]
-    q_BxTxKxGxDh = q_BxTxHxDh.reshape(b, t, n_kv, h // n_kv, d)
-    scores_BxKxGxTxS = jnp.einsum(
-        "btkgd,bskd->bkgts", q_BxTxKxGxDh, k_BxSxKxDh, preferred_element_type=jnp.float32
-    )
+    # The queries of all heads that share keys are one matrix, [B, K, G * T, Dh]: XLA on CPU is slow with one more axis.
+    q = jnp.transpose(q_BxTxHxDh.reshape(b, t, n_kv, -1, d), (0, 2, 3, 1, 4)).reshape(b, n_kv, -1, d)
+    scores = jnp.einsum("bkmd,bskd->bkms", q, k_BxSxKxDh, preferred_element_type=jnp.float32)
     visible_BxTxS = _visible(q_positions_BxT, kv_positions_BxS, q_segments_BxT, kv_segments_BxS)
-    scores_BxKxGxTxS = jnp.where(visible_BxTxS[:, None, None], scores_BxKxGxTxS * d**-0.5, NEGATIVE)
-    weights_BxKxGxTxS = jax.nn.softmax(scores_BxKxGxTxS, axis=-1).astype(v_BxSxKxDh.dtype)
-    out_BxTxKxGxDh = jnp.einsum("bkgts,bskd->btkgd", weights_BxKxGxTxS, v_BxSxKxDh)
-    return out_BxTxKxGxDh.reshape(b, t, h, d)
+    scores_BxKxGxTxS = scores.reshape(b, n_kv, h // n_kv, t, -1) * d**-0.5
+    scores_BxKxGxTxS = jnp.where(visible_BxTxS[:, None, None], scores_BxKxGxTxS, NEGATIVE)
+    weights = jax.nn.softmax(scores_BxKxGxTxS, axis=-1).astype(v_BxSxKxDh.dtype)
+    out = jnp.einsum("bkms,bskd->bkmd", weights.reshape(b, n_kv, -1, weights.shape[-1]), v_BxSxKxDh)
+    return jnp.transpose(out.reshape(b, n_kv, -1, t, d), (0, 3, 1, 2, 4)).reshape(b, t, h, d)
 
 
 def _visible(

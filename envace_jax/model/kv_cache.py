@@ -27,6 +27,8 @@ from envace_jax.model.spec import Qwen3Spec
 
 SCORE_BYTES = 1 << 29
 """Float32 attention scores that a prefill holds at one time."""
+CPU_SCORE_BYTES = 1 << 24
+"""The same where XLA compiles for CPU: what stays in its caches, and in memory that is not mapped anew every time."""
 
 
 class KVCache(NamedTuple):
@@ -192,13 +194,35 @@ def decode_attention(
     Main positions that `hidden_BxT` marks are not seen. Scores and softmax are float32, as in `attention_xla`.
     Returns [B, H, Dh] in the dtype of the values.
     """
+    return _by_platform(_decode_attention, q_BxHxDh, main, buffer, lengths_B, cursor, hidden_BxT)
+
+
+def _by_platform(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function(*arrays, cpu=...)` as the platform wants it that the program is compiled for."""
+    whole = functools.partial(function, cpu=False)
+    return jax.lax.platform_dependent(*arrays, cpu=functools.partial(function, cpu=True), default=whole)
+
+
+def _decode_attention(
+    q_BxHxDh: jax.Array,
+    main: tuple[jax.Array, jax.Array],
+    buffer: tuple[jax.Array, jax.Array],
+    lengths_B: jax.Array,
+    cursor: jax.Array,
+    hidden_BxT: jax.Array | None,
+    cpu: bool,
+) -> jax.Array:
     b, h, d = q_BxHxDh.shape
     (k_BxKxTxDh, v_BxKxTxDh), (bk_BxKxCxDh, bv_BxKxCxDh) = main, buffer
     n_kv, t, c = k_BxKxTxDh.shape[1], k_BxKxTxDh.shape[2], bk_BxKxCxDh.shape[2]
     q_BxKxGxDh = q_BxHxDh.reshape(b, n_kv, h // n_kv, d)
-    score = lambda k: jnp.einsum(  # noqa: E731
-        "bkgd,bktd->bkgt", q_BxKxGxDh, k, preferred_element_type=jnp.float32
-    )
+
+    def score(k_BxKxTxDh: jax.Array) -> jax.Array:
+        s = jnp.einsum("bktd,bkgd->bktg", k_BxKxTxDh, q_BxKxGxDh, preferred_element_type=jnp.float32)
+        # Left to itself XLA makes the transpose part of the product, which on CPU transposes all keys first.
+        s = jax.lax.optimization_barrier(s) if cpu else s
+        return jnp.swapaxes(s, 2, 3)
+
     seen_BxT = jnp.arange(t)[None] < lengths_B[:, None]
     if hidden_BxT is not None:
         seen_BxT &= ~hidden_BxT
@@ -227,21 +251,37 @@ def prefill_attention(
 
     Over long rows it runs over slices of the queries, so that no more than `SCORE_BYTES` of scores exist.
     """
+    return _by_platform(_prefill_attention, q_RxPxHxDh, k_RxKxTxDh, v_RxKxTxDh, positions_RxP, hidden_RxT)
+
+
+def _prefill_attention(
+    q_RxPxHxDh: jax.Array,
+    k_RxKxTxDh: jax.Array,
+    v_RxKxTxDh: jax.Array,
+    positions_RxP: jax.Array,
+    hidden_RxT: jax.Array | None,
+    cpu: bool,
+) -> jax.Array:
     r, p, h, d = q_RxPxHxDh.shape
     n_kv, t = k_RxKxTxDh.shape[1], k_RxKxTxDh.shape[2]
+    limit = CPU_SCORE_BYTES if cpu else SCORE_BYTES
     slices = 1
-    while 4 * r * h * (p // slices) * t > SCORE_BYTES and p % (2 * slices) == 0 and p // slices > 16:
+    while 4 * r * h * (p // slices) * t > limit and p % (2 * slices) == 0 and p // slices > 16:
         slices *= 2
 
     def some(q_RxCxHxDh: jax.Array, positions_RxC: jax.Array) -> jax.Array:
-        q = q_RxCxHxDh.reshape(r, -1, n_kv, h // n_kv, d)
-        scores = jnp.einsum("rpkgd,rktd->rkgpt", q, k_RxKxTxDh, preferred_element_type=jnp.float32)
+        # The queries of all heads that share keys are one matrix: [R, K, G * C, Dh].
+        c = q_RxCxHxDh.shape[1]
+        q = jnp.moveaxis(q_RxCxHxDh.reshape(r, c, n_kv, -1, d), 1, 3).reshape(r, n_kv, -1, d)
+        scores = jnp.einsum("rkmd,rktd->rkmt", q, k_RxKxTxDh, preferred_element_type=jnp.float32)
         seen_RxCxT = jnp.arange(t)[None, None] <= positions_RxC[:, :, None]
         if hidden_RxT is not None:
             seen_RxCxT &= ~hidden_RxT[:, None]
-        scores = jnp.where(seen_RxCxT[:, None, None], scores * d**-0.5, NEGATIVE)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v_RxKxTxDh.dtype)
-        return jnp.einsum("rkgpt,rktd->rpkgd", weights, v_RxKxTxDh).reshape(r, -1, h, d)
+        scores_RxKxGxCxT = scores.reshape(r, n_kv, -1, c, t) * d**-0.5
+        scores_RxKxGxCxT = jnp.where(seen_RxCxT[:, None, None], scores_RxKxGxCxT, NEGATIVE)
+        weights = jax.nn.softmax(scores_RxKxGxCxT, axis=-1).astype(v_RxKxTxDh.dtype)
+        out = jnp.einsum("rkmt,rktd->rkmd", weights.reshape(r, n_kv, -1, t), v_RxKxTxDh)
+        return jnp.moveaxis(out.reshape(r, n_kv, -1, c, d), 3, 1).reshape(r, c, h, d)
 
     if slices == 1:
         return some(q_RxPxHxDh, positions_RxP)
