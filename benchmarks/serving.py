@@ -2,18 +2,22 @@
 
     python benchmarks/serving.py --model data/quickstart/model --config configs/quickstart.py --streams 32
 
-Every request samples exactly `--tokens` tokens (nothing stops it), so both sides do equal work; sides take turns,
-`--repeats` times, on one engine in one process, each first in every other round. The served side is asked by asyncio
-clients in a process of their own, over loopback, on the same cores. Printed: tokens/s of both (median and range), the
-ratio (median of the rounds' own ratios, and their quartiles), time to the first token. Goal: 0.95 or more. The ratio of
-the process's own CPU time (clients left out) says what serving costs where other programs share the cores.
+Each stream asks `--requests` times, one after the other, as clients do that stay. What one request samples is between
+half and one and a half times `--tokens` (nothing stops it), the same numbers on both sides, so that both do equal work
+and streams do not end together. Sides take turns, `--repeats` times, on one engine in one process, each first in every
+other round. The served side is asked by asyncio clients in a process of their own, over loopback, on the same cores.
+Printed: tokens/s of both (median and range), the ratio (median of the rounds' own ratios, and their quartiles), time to
+the first token. Goal: 0.95 or more. The ratio of the process's own CPU time (clients left out) says what serving costs
+where other programs share the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -24,9 +28,12 @@ from typing import Any
 
 CLIENT = """
 import asyncio, json, sys, time
-host, port, streams, body = "127.0.0.1", int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
+host, port, body, lengths = "127.0.0.1", int(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 
-async def one():
+async def stream(wanted):
+    return [await one(json.dumps({**body, "max_tokens": n}).encode()) for n in wanted]
+
+async def one(body):
     reader, writer = await asyncio.open_connection(host, port)
     head = "POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n"
     head += f"Content-Length: {len(body)}\\r\\n\\r\\n"
@@ -42,7 +49,7 @@ async def one():
     return first
 
 async def main():
-    return await asyncio.gather(*(one() for _ in range(streams)))
+    return sum(await asyncio.gather(*map(stream, lengths)), [])
 
 for line in sys.stdin:  # one line from the parent starts one round
     start = time.perf_counter()
@@ -51,20 +58,29 @@ for line in sys.stdin:  # one line from the parent starts one round
 """
 
 
-def direct(loop: Any, generator: Any, prompt: list[int], sampling: Any, streams: int) -> float:
+def direct(loop: Any, generator: Any, prompt: list[int], sampling: Any, lengths: list[list[int]]) -> float:
     """Seconds for all requests straight on the engine's own loop (no HTTP, no streaming)."""
     done = threading.Event()
-    left = [streams]
+    left = [len(lengths)]
 
-    def report(progress: Any) -> None:
-        assert progress.error is None, progress.error
-        left[0] -= progress.finish is not None
-        if left[0] == 0:
-            done.set()
+    def ask(stream: int, number: int) -> None:
+        def report(progress: Any) -> None:
+            assert progress.error is None, progress.error
+            if progress.finish is None:
+                return
+            if number + 1 < len(lengths[stream]):
+                ask(stream, number + 1)
+                return
+            left[0] -= 1
+            if left[0] == 0:
+                done.set()
+
+        own = dataclasses.replace(sampling, max_tokens=lengths[stream][number])
+        loop.submit(generator.request(prompt, own, stream), report)
 
     start = time.perf_counter()
-    for k in range(streams):
-        loop.submit(generator.request(prompt, sampling, k), report)
+    for k in range(len(lengths)):
+        ask(k, 0)
     assert done.wait(600)
     return time.perf_counter() - start
 
@@ -76,7 +92,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompt_tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=4, help="of one stream in a round, one after the other")
+    parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args, overrides = parser.parse_known_args()
 
@@ -88,12 +105,15 @@ def main() -> None:
     from envace_jax.serving.protocol import Sampling
 
     set_up_jax()
-    room = args.prompt_tokens + args.tokens
+    rng = random.Random(0)
+    most = args.tokens + args.tokens // 2
+    lengths = [[rng.randint(args.tokens // 2, most) for _ in range(args.requests)] for _ in range(args.streams)]
+    room = args.prompt_tokens + most
     sizes = [f"--config.rollout.max_input_tokens={room}", f"--config.rollout.slots={args.streams}"]
     cfg = load_config(args.config, [*sizes, f"--config.learning.row_tokens={2 * room + 128}", *overrides])
     command = argparse.Namespace(
         model=args.model, name="m", alias=[], host="127.0.0.1", api_key_env="NO_KEY_HERE",
-        max_requests=4 * args.streams, max_new_tokens=args.tokens, time_limit=600.0, max_body_mb=8.0,
+        max_requests=4 * args.streams, max_new_tokens=most, time_limit=600.0, max_body_mb=8.0,
     )  # fmt: skip
     server, loop = build_server(cfg, command)
     generator = server.generator
@@ -104,16 +124,16 @@ def main() -> None:
         time.sleep(0.05)
     port = app.servers[0].sockets[0].getsockname()[1]
     prompt = [5 + k % 200 for k in range(args.prompt_tokens)]
-    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": args.tokens, "stream": True, "temperature": 1.0})
+    body = json.dumps({"model": "m", "prompt": prompt, "stream": True, "temperature": 1.0})
     clients = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, str(port), str(args.streams), body],
+        [sys.executable, "-c", CLIENT, str(port), body, json.dumps(lengths)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert clients.stdin is not None and clients.stdout is not None
-    sampling = Sampling(max_tokens=args.tokens)
-    tokens = args.streams * args.tokens
+    sampling = Sampling(max_tokens=most)
+    tokens = sum(map(sum, lengths))
     served: list[float] = []
     own: list[float] = []
     firsts: list[float] = []
@@ -132,13 +152,14 @@ def main() -> None:
 
     def ask_engine() -> None:
         start = time.process_time()
-        own.append(tokens / direct(loop, generator, prompt, sampling, args.streams))
+        own.append(tokens / direct(loop, generator, prompt, sampling, lengths))
         own_cpu.append(time.process_time() - start)
 
     for k in range(args.repeats + 1):
         for side in (ask_clients, ask_engine) if k % 2 else (ask_engine, ask_clients):
             side()
-    served, own, firsts = served[1:], own[1:], firsts[args.streams :]  # the first round warms both sides up
+    # The first round warms both sides up.
+    served, own, firsts = served[1:], own[1:], firsts[args.streams * args.requests :]
     ratios = [a / b for a, b in zip(served, own)]
     clients.stdin.close()
     clients.wait(timeout=30)
@@ -146,6 +167,7 @@ def main() -> None:
     loop.drain(5)
     figures = {
         "streams": args.streams,
+        "requests_a_stream": args.requests,
         "tokens_a_request": args.tokens,
         "prompt_tokens": args.prompt_tokens,
         "engine_tokens_per_second": statistics.median(own),
