@@ -1,9 +1,10 @@
 """Key/value rows on the device: head-major arrays, and the few operations that read or move them.
 
 A cache holds `rows` rows of up to `length` positions, `[rows, K, length, Dh]` a layer. Which positions of a row
-are valid is the engine's knowledge (a length per row); what lies beyond is garbage and is always written before
-it is read. Decoding reads this *main* cache without writing it: the new positions of one chunk go to a small
-buffer with one cursor for all rows, and `merge` moves them to each row's end when the chunk is over.
+are valid is the engine's knowledge (a length per row); what lies beyond is garbage, which has weight zero in attention.
+That hides finite values alone, so whoever writes sees to it that garbage is finite. Decoding reads this *main* cache
+without writing it: the new positions of one chunk go to a small buffer with one cursor for all rows, and `merge` moves
+them to each row's end when the chunk is over.
 
 Layers are separate arrays (`stacked=False`) or one array with a leading layer axis (`stacked=True`). Stacked is
 what a scan over layers needs, and what TPU compiles well; XLA on CPU copies whatever a program slices out of a
@@ -96,8 +97,13 @@ def put(cache: KVCache, layer: Any, k_RxKxPxDh: jax.Array, v_RxKxPxDh: jax.Array
     return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
 
 
-def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array) -> KVCache:
-    """Appends a chunk's buffer `[B, K, C, Dh]` to every row at its own length (rows in the same order)."""
+def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array, count_B: jax.Array) -> KVCache:
+    """Appends a chunk's buffer `[B, K, C, Dh]` to every row at its own length (rows in the same order).
+
+    Only the first `count_B` positions count; zeros are written for the others, which may hold anything.
+    """
+    kept_Bx1xCx1 = (jnp.arange(buffer.length)[None] < count_B[:, None])[:, None, :, None]
+    buffer = jax.tree.map(lambda part: jnp.where(kept_Bx1xCx1, part, 0), buffer)
 
     def rows(whole: jax.Array, part: jax.Array) -> jax.Array:
         update = lambda w, p, s: jax.lax.dynamic_update_slice(w, p, (0, s, 0))  # noqa: E731
@@ -168,11 +174,7 @@ def copy_rows(target: KVCache, source: KVCache, to_R: jax.Array, from_R: jax.Arr
 
 
 def wipe_rows(cache: KVCache, rows_R: jax.Array) -> KVCache:
-    """Zeroes whole rows; an index out of range is left out.
-
-    What lies beyond a row's length has weight zero in attention, which only hides finite values: rows that held
-    others must be wiped before they are used again.
-    """
+    """Zeroes whole rows that may hold what is not finite; an index out of range is left out."""
 
     def one(whole: jax.Array) -> jax.Array:
         every = (slice(None),) * (whole.ndim - 4)

@@ -46,7 +46,7 @@ from envace_jax.sampling.lanes import (
     empty_lanes,
     empty_protocol,
 )
-from envace_jax.sampling.programs import FINISH
+from envace_jax.sampling.programs import FINISH, NAN
 from envace_jax.sampling.sampler import request_key
 from envace_jax.text.transcript import ToolCall
 
@@ -273,6 +273,7 @@ class DeviceControl:
         self.engine.count(seconds_waiting=time.perf_counter() - start)
         self.lanes = lanes = Lanes(*jax.tree.map(np.array, device_lanes))
         self._count_up(counters)
+        broken = []
         for lane, name in enumerate(self.names):
             if name is None:
                 continue
@@ -281,9 +282,15 @@ class DeviceControl:
             if lanes.status[lane] in (DONE, HANDED):
                 if lanes.status[lane] == HANDED:
                     self._count("device_handed_over")
+                if lanes.segments[lane, max(0, lanes.n_segments[lane] - 1), 3] == NAN:
+                    self._count("rows_nan")
+                    self.heads[lane] = None
+                    broken.append(lane)
                 self.names[lane], lanes.status[lane] = None, EMPTY
                 self.unplayed.discard(name)
             self._answer(name)
+        if broken:
+            self.main = self.stage.wipe(self.main, broken)
 
     def _hear(self, lane: int, told: _Told) -> None:
         """Notes the segments that have ended since the last time."""

@@ -138,10 +138,12 @@ def _fill(
         ids_RxN = _of_role((lanes.tokens[ACT][chosen_R], lanes.tokens[REHEARSE][chosen_R]), role_R)
         owner_RxT = lanes.owner[chosen_R]
         before_RxT = jnp.arange(length)[None] < used_R[:, None]
+        # Behind a row's end stands its last token again: what is written there is as finite as the row.
+        end_RxP = jnp.minimum(jnp.arange(p)[None], jnp.maximum(n_R - 1, 0)[:, None])
         _, main, _ = feed(
             params,
             main,
-            _window(ids_RxN, valid_R, p),
+            jnp.take_along_axis(_window(ids_RxN, valid_R, p), end_RxP, axis=1),
             jnp.where(n_R > 0, chosen_R, b),
             valid_R,
             spec=spec,
@@ -194,7 +196,7 @@ def _decode(
     layer_spec, cache_spec = (kv_cache.cache_spec(rules, stacked=x) for x in (False, stacked))
     specs = (heads, layer_spec, layer_spec, rows, jax.P(), jax.P(None, None))
     read = kv_cache.local(kv_cache.decode_attention, specs, heads)
-    merge = kv_cache.local(kv_cache.merge, (cache_spec, cache_spec, rows), cache_spec)
+    merge = kv_cache.local(kv_cache.merge, (cache_spec, cache_spec, rows, rows), cache_spec)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cursor: jax.Array):
         k_BxKx1xDh, v_BxKx1xDh = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
@@ -240,7 +242,7 @@ def _decode(
         kv_cache.empty_buffer(main, chunk),
     )
     n, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, buffer = jax.lax.while_loop(more, advance, state)
-    main = merge(main, buffer, lanes.used)
+    main = merge(main, buffer, lanes.used, count_B)
     at_T = jnp.arange(lanes.owner.shape[1])[None]
     written_BxT = (at_T >= lanes.used[:, None]) & (at_T < (lanes.used + count_B)[:, None])
 
@@ -468,6 +470,10 @@ class Stage:
     def resize(self, main: KVCache, length: int) -> KVCache:
         return self.run.resize(main, length)
 
+    def wipe(self, main: KVCache, lanes: list[int]) -> KVCache:
+        """Zeroes whole rows."""
+        return self.run.wipe(main, lanes)
+
     def copy(self, main: KVCache, moves: list[tuple[int, int]]) -> KVCache:
         """Whole rows from one lane to another; all are read before any is written."""
         array = np.full((self.sizes.lanes, 2), [0, self.sizes.lanes], np.int32)
@@ -480,7 +486,7 @@ class Stage:
         sizes = self.sizes
         lanes, book, protocol = empty_lanes(sizes), empty_book(sizes), empty_protocol()
         for length in sizes.lengths:
-            main = self.copy(self.cache(length), [])
+            main = self.wipe(self.copy(self.cache(length), []), [])
             main, _, _ = self.play(params, main, lanes, book, protocol, 1, 1)
             main, _, _ = self.prepare(params, main, lanes, np.zeros(sizes.lanes, bool))
             for other in sizes.lengths:

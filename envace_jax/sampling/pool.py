@@ -19,7 +19,7 @@ import numpy as np
 
 from envace_jax.model.kv_cache import KVCache
 from envace_jax.sampling import programs
-from envace_jax.sampling.programs import FINISH, RUNNING, Programs
+from envace_jax.sampling.programs import FINISH, NAN, RUNNING, Programs
 from envace_jax.sampling.request import Completion, Live
 from envace_jax.sampling.sampler import request_key
 
@@ -123,7 +123,7 @@ class Pool:
         later: deque[Live] = deque()
         while self.waiting:
             live = self.waiting.popleft()
-            common = self._common(live.prompt)
+            common = np.zeros(len(self.valid), np.int32) if live.alone else self._common(live.prompt)
             readable = np.where(pending, 0, common)
             source = self._source(live, readable, taken)
             shared = int(readable[source])
@@ -148,6 +148,7 @@ class Pool:
             taken[source] |= bool(shared)
             taken[lane] = pending[lane] = True
             self._occupy(lane, live)
+            live.shares = bool(shared)
             n = len(live.prompt) - 1
             if shared < n:
                 phase.prefills.append((lane, shared, n))
@@ -254,6 +255,8 @@ class Pool:
                 stop = min(end, start + piece)
                 begin = max(0, min(start, length - piece))  # the window stays inside the row
                 tokens[r, : stop - begin] = self.tokens[lane, begin:stop]
+                # Written behind the row's end, so of a token that the row holds anyway: as finite as the row is.
+                tokens[r, stop - begin :] = self.tokens[lane, stop - 1]
                 places[r] = lane, begin
                 reach = max(reach, begin + piece)
                 if stop < end:
@@ -323,10 +326,12 @@ class Pool:
         self.counters["slot_iterations"] += int(out[:, chunk + 2].max()) * self.slots
         self.counters["tokens_sampled"] += int(counts.sum())
         self.counters["tokens_guessed_right"] += int(np.maximum(counts - out[:, chunk + 2], 0).sum())
-        finished, broken = [], []
+        finished, broken, again = [], [], []
         for lane, live in flying.items():
-            if self.live.get(lane) is not live:
-                continue  # cancelled meanwhile
+            if self.live.get(lane) is not live:  # cancelled meanwhile
+                if codes[lane] == NAN:
+                    broken.append(lane)
+                continue
             n = int(counts[lane])
             if n:
                 ids = out[lane, :n]
@@ -344,22 +349,36 @@ class Pool:
                 ints[programs.LENGTH_COLUMN] += n
                 ints[programs.PENDING] = ids[-1]
                 ints[programs.REMAINING] -= n
+            if codes[lane] == NAN:
+                broken.append(lane)
+                if live.shares and not (live.ids or live.alone):
+                    # What it copied may have been broken by a row that shares its prefix and nothing else: once more.
+                    live.alone = True
+                    again.append(self._leave(lane))
+                    continue
+                self.counters["rows_nan"] += 1
             if codes[lane] != RUNNING:
                 finished.append(self._close(lane, FINISH[int(codes[lane])]))
-                if finished[-1].finish == "nan":
-                    broken.append(lane)
-        if broken:
-            self.lanes = self.run.wipe(self.lanes, broken)
+        self._wipe(broken)
+        self.waiting.extendleft(reversed(again))
         return finished
 
-    def _close(self, lane: int, finish: str) -> Completion:
-        live = self.live.pop(lane)
-        self.busy[lane], self.used[lane] = False, next(self.clock)
-        self.ints[lane, programs.REMAINING] = 0
-        if finish == "nan":
+    def _wipe(self, lanes: list[int]) -> None:
+        """Nothing of these lanes may be used again."""
+        if lanes:
+            self.lanes = self.run.wipe(self.lanes, lanes)
+        for lane in lanes:
             self.valid[lane] = 0
             self._disown(lane)
-            self.counters["rows_nan"] += 1
+
+    def _leave(self, lane: int) -> Live:
+        """The request in this lane, which is nobody's from here on."""
+        self.busy[lane], self.used[lane] = False, next(self.clock)
+        self.ints[lane, programs.REMAINING] = 0
+        return self.live.pop(lane)
+
+    def _close(self, lane: int, finish: str) -> Completion:
+        live = self._leave(lane)
         return Completion(live.id, tuple(live.ids), tuple(live.logprobs), finish, bytes(live.experts))
 
     def cancel(self, request_id: int) -> Completion | None:
@@ -370,5 +389,8 @@ class Pool:
                 return Completion(request_id, (), (), "cancelled")
         for lane, live in self.live.items():
             if live.id == request_id:
+                flies = self.flying is not None and self.flying[0].get(lane) is live
+                if not (live.ids or flies):  # nobody has seen yet whether its prompt is sound, and nobody will
+                    self._wipe([lane])
                 return self._close(lane, "cancelled")
         return None

@@ -125,7 +125,7 @@ def decode(
     heads, rows = rules.spec(None, "heads", None), P(None)
     layer_spec, cache_spec = (kv_cache.cache_spec(rules, stacked=x) for x in (False, stacked))
     read = kv_cache.local(kv_cache.decode_attention, (heads, layer_spec, layer_spec, rows, P()), heads)
-    merge = kv_cache.local(kv_cache.merge, (cache_spec, cache_spec, rows), cache_spec)
+    merge = kv_cache.local(kv_cache.merge, (cache_spec, cache_spec, rows, rows), cache_spec)
     buffer = kv_cache.empty_buffer(main, chunk)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cursor: jax.Array):
@@ -183,7 +183,7 @@ def decode(
     n, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, experts_BxCxLxK, buffer = jax.lax.while_loop(
         more, advance, state
     )
-    main = merge(main, buffer, length_B)
+    main = merge(main, buffer, length_B, count_B)
     facts_Bx3 = jnp.stack([count_B, finish_B, jnp.full_like(count_B, n)], axis=1)
     return main, jnp.concatenate([tokens_BxC, facts_Bx3], axis=1), logps_BxC, experts_BxCxLxK
 
@@ -272,7 +272,9 @@ def verify(
     length_B, limit_B = ints_BxN[:, LENGTH_COLUMN], ints_BxN[:, REMAINING]
     live_B = limit_B > 0
     keys_Bx2 = jax.lax.bitcast_convert_type(ints_BxN[:, KEY : KEY + 2], jnp.uint32)
-    tokens_BxP = jnp.concatenate([ints_BxN[:, PENDING : PENDING + 1], jnp.maximum(drafts_BxD, 0)], axis=1)
+    pending_Bx1 = ints_BxN[:, PENDING : PENDING + 1]
+    # In place of no guess stands a token that the row holds anyway: what is written for it is as finite as the row.
+    tokens_BxP = jnp.concatenate([pending_Bx1, jnp.where(drafts_BxD < 0, pending_Bx1, drafts_BxD)], axis=1)
     rows_B = jnp.where(live_B, jnp.arange(b), b)
     hidden_BxPxD, main, routing = feed(
         params, main, tokens_BxP, rows_B, length_B, spec=spec, options=options, context=main.length

@@ -65,7 +65,10 @@ class Completion:
 
 @dataclasses.dataclass
 class Live:
-    """A request on its way, from `submit` to its completion."""
+    """A request on its way, from `submit` to its completion.
+
+    shares: some of its prompt was copied from another row. alone: it takes nothing from others any more.
+    """
 
     id: int
     request: Request
@@ -74,3 +77,5 @@ class Live:
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     experts: bytearray = dataclasses.field(default_factory=bytearray)
+    shares: bool = False
+    alone: bool = False

@@ -16,7 +16,7 @@ from envace_jax.rewards.judge import RuleJudge
 from envace_jax.sampling.engine import Engine, EngineConfig
 from envace_jax.text.chat import ChatFormat
 from envace_jax.text.transcript import Role
-from tests.rehearsal.toy import ToyTokenizer, toy_model, toy_task
+from tests.rehearsal.toy import PIECES, ToyTokenizer, toy_model, toy_task
 
 RULES = EpisodeConfig(
     context="stream",
@@ -104,6 +104,26 @@ def test_a_task_too_large_for_a_lane_is_the_hosts(toy):
     after = engine.stats()
     assert after["device_refused"] - before["device_refused"] == 1
     assert after["device_episodes"] == before["device_episodes"]
+
+
+def test_a_lane_whose_numbers_break_serves_again(toy):
+    """A second user message breaks its reader: those episodes are masked, all others are those of host control."""
+    engine, chat = toy
+    _, params = toy_model()
+    embed = params["embed"].copy()
+    embed[PIECES.index("1")] = np.nan
+    engine.set_params(params | {"embed": embed})
+    try:
+        host, counted = played(toy, "host", 8)
+        device, on_device = played(toy, "device", 8)
+    finally:
+        engine.set_params(params)
+    same(host, device)
+    causes = [t.masked_cause for t in host]
+    assert causes == [t.masked_cause for t in device]
+    assert 2 < causes.count("nan") < len(causes) - 8, causes
+    assert counted["rows_nan"] == causes.count("nan")
+    assert on_device["rows_nan"] >= 2 and on_device["device_tokens_told"] > 0
 
 
 @pytest.mark.quick
