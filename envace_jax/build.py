@@ -156,9 +156,13 @@ def longest_row(cfg: ConfigDict) -> int:
     return r.max_input_tokens + max(r.max_act_tokens, r.max_rehearse_tokens)
 
 
-def cache_bytes(cfg: ConfigDict, spec: Qwen3Spec) -> float:
-    """Bytes of keys and values of every lane and shelf row: 2 * layers * rows * tokens * KV heads * head size."""
-    rows = cfg.rollout.slots + max(cfg.rollout.slots, cfg.rollout.live_episodes)
+def cache_bytes(cfg: ConfigDict, spec: Qwen3Spec, sets: int = 1) -> float:
+    """Bytes of keys and values of every lane and shelf row: 2 * layers * rows * tokens * KV heads * head size.
+
+    Each of several parameter `sets` has rows of its own. Control on the device has lanes besides, of two ledgers each.
+    """
+    rows = sets * (cfg.rollout.slots + max(cfg.rollout.slots, cfg.rollout.live_episodes))
+    rows += 2 * cfg.rollout.slots * (cfg.rollout.control == "device")
     size = jnp.dtype(cfg.model.dtype).itemsize
     return 2.0 * spec.n_layers * rows * longest_row(cfg) * spec.n_kv_heads * spec.head_dim * size
 
@@ -176,11 +180,11 @@ def free_bytes(devices: Sequence[jax.Device]) -> float | None:
     return float(line.split()[1]) * 1024 / len(devices)
 
 
-def check_cache(cfg: ConfigDict, spec: Qwen3Spec, mesh: jax.sharding.Mesh | None) -> None:
+def check_cache(cfg: ConfigDict, spec: Qwen3Spec, mesh: jax.sharding.Mesh | None, sets: int = 1) -> None:
     """Raises `UserError` where an engine's cache would be larger than the memory that is free: a host would kill the
     process without a word."""
     devices = list(mesh.local_devices) if mesh is not None else jax.local_devices()[:1]
-    need = cache_bytes(cfg, spec) / (mesh.shape["tensor"] if mesh is not None else 1)
+    need = cache_bytes(cfg, spec, sets) / (mesh.shape["tensor"] if mesh is not None else 1)
     if devices[0].platform == "cpu":
         need *= CPU_COPIES
     free = free_bytes(devices)
@@ -201,6 +205,7 @@ def engine_config(cfg: ConfigDict) -> EngineConfig:
         max_length=longest_row(cfg),
         chunk=r.chunk,
         prefill_chunk=r.prefill_chunk,
+        draft=r.draft,
         record_routing=cfg.model.replay_routing,
     )
 
@@ -211,9 +216,13 @@ def make_engine(
     params: qwen3.Params,
     rules: Rules = Rules(),
     mesh: jax.sharding.Mesh | None = None,
+    sets: int = 1,
 ) -> Engine:
-    """A rollout engine over `params`, seeded by the run; raises `UserError` where its cache has no room."""
-    check_cache(cfg, spec, mesh)
+    """A rollout engine over `params`, seeded by the run, for as many parameter `sets` as it will get.
+
+    Raises `UserError` where its cache has no room.
+    """
+    check_cache(cfg, spec, mesh, sets)
     return Engine(params, spec, engine_config(cfg), seed=cfg.seed, options=forward_options(cfg, rules), mesh=mesh)
 
 
@@ -238,6 +247,7 @@ def judge_config(cfg: ConfigDict) -> ConfigDict:
         own.model.path, own.model.tokenizer = section.path, ""
         own.chat.thinking, own.chat.tool_docs = True, "full"
         own.model.replay_routing, own.model.lora.rank = False, 0
+        own.rollout.control = "host"  # it plays no episodes
         own.rollout.max_act_tokens = own.rollout.max_rehearse_tokens = section.max_tokens
     return own
 

@@ -121,6 +121,7 @@ def default_config() -> ConfigDict:
                 "slots": 64,
                 "chunk": 16,
                 "prefill_chunk": 256,
+                "draft": 0,  # tokens that prompt look-up guesses ahead of every row; 0: off. Outputs stay the same
                 "simulator": _endpoint(),  # who answers calls in the arm act_only_endpoint
             },
             "rewards": {

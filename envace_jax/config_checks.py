@@ -130,6 +130,7 @@ CHECKS: dict[str, Check] = {
     "rollout.slots": at_least(1),
     "rollout.chunk": at_least(1),
     "rollout.prefill_chunk": at_least(1),
+    "rollout.draft": at_least(0),
     "rewards.judge": one_of("rules", "endpoint", "policy"),
     "rewards.max_checklists": at_least(1),
     "rewards.fidelity_weight": at_least(0),
@@ -236,6 +237,7 @@ DEVICE_CONTROL = {
     "chat.old_thinking": ("keep",),
     "learning.arm": ("envace", "single_baseline"),
     "rollout.constrain": ("none",),
+    "rollout.draft": (0,),
     "rollout.cap_acts": ("always",),
     "model.replay_routing": (False,),
 }
@@ -296,6 +298,11 @@ def _contradictions(v: Mapping[str, Any]) -> Iterator[str]:
         yield f"rewards.contradiction_penalty={v['rewards.contradiction_penalty']}: needs a folder in rollout.worldbook"
 
 
+def _draft(v: Mapping[str, Any]) -> Iterator[str]:
+    if v["rollout.draft"] >= v["rollout.chunk"]:
+        yield f"rollout.draft={v['rollout.draft']}: expected less than rollout.chunk={v['rollout.chunk']}"
+
+
 def _device_control(v: Mapping[str, Any]) -> Iterator[str]:
     if v["rollout.control"] == "device":
         for key, wanted in DEVICE_CONTROL.items():
@@ -346,6 +353,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[s
     (("data.source", "data.path", "data.eval_path"), _cm2),
     (("rollout.grounding", "rollout.worldbook"), _worldbook),
     (("rewards.contradiction_penalty", "rollout.worldbook"), _contradictions),
+    (("rollout.draft", "rollout.chunk"), _draft),
     (("rollout.control", *DEVICE_CONTROL), _device_control),
     (
         ("rewards.judge", "rewards.endpoint.base_url", "rewards.endpoint.model"),

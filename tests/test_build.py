@@ -10,6 +10,7 @@ import pytest
 
 from envace_jax import build
 from envace_jax.config import UserError, default_config
+from envace_jax.config_checks import problems
 from envace_jax.datasets.cm2 import read_tasks
 from envace_jax.learning.learner import update_config
 from envace_jax.learning.step import Update
@@ -28,6 +29,26 @@ def test_cache_bytes_by_hand():
     cfg.rollout.slots, cfg.rollout.live_episodes, cfg.rollout.max_input_tokens = 4, 6, 30
     cfg.rollout.max_act_tokens, cfg.rollout.max_rehearse_tokens = 20, 10
     assert build.cache_bytes(cfg, spec) == 2 * spec.n_layers * 10 * 50 * spec.n_kv_heads * spec.head_dim * 4
+
+
+def test_every_parameter_set_and_device_control_have_rows_of_their_own():
+    cfg, spec = default_config(), PRESETS["tiny"]
+    cfg.rollout.slots, cfg.rollout.live_episodes = 4, 6
+    row = build.cache_bytes(cfg, spec) / (4 + 6)
+    assert build.cache_bytes(cfg, spec, sets=2) == 20 * row
+    cfg.rollout.control = "device"
+    assert build.cache_bytes(cfg, spec) == (4 + 6 + 4 * 2) * row
+
+
+def test_guesses_of_the_engine_are_those_of_the_configuration():
+    cfg = default_config()
+    cfg.rollout.draft = 5
+    assert build.engine_config(cfg).draft == 5 and build.engine_config(default_config()).draft == 0
+    assert not problems(cfg)
+    cfg.rollout.chunk = 5
+    assert problems(cfg) == ["rollout.draft=5: expected less than rollout.chunk=5"]
+    cfg.rollout.chunk, cfg.rollout.control, cfg.rollout.context, cfg.chat.old_thinking = 16, "device", "stream", "keep"
+    assert problems(cfg) == ["rollout.draft=5: rollout.control=device needs 0"]
 
 
 def test_a_cache_that_has_no_room_is_refused_with_the_keys(monkeypatch):

@@ -176,7 +176,8 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         for learner in learners.values():
             learner.compile()
         own_mesh = mesh if to_engine is None else to_engine.local
-        engine = make_engine(cfg, spec, copy(learners["policy"].state["params"]), rules, own_mesh)
+        sets = len(arm.learners) + len(arm.frozen)
+        engine = make_engine(cfg, spec, copy(learners["policy"].state["params"]), rules, own_mesh, sets)
         for name in arm.frozen:
             engine.set_params(copy(update.place_params(params)), name)
         for name in set(learners) - {"policy"}:
@@ -188,7 +189,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         layout = "one device" if mesh is None else str(dict(mesh.shape))
         # A run that goes on where it was compiled need not trace a hundred programs before its next step.
         if not (position.get("step") and warm_here(folder, layout)):
-            engine.warm_up()
+            engine.warm_up(guided=cfg.rollout.constrain != "none")
             warm_up_control(engine, rollout_config)
         # Over all processes, of which another may still be compiling: a part of what each waits for.
         initial = position.get("initial") or {name: x.digest() for name, x in learners.items()}

@@ -162,7 +162,7 @@ class Actors(ScriptedEngine):
     def set_params(self, params, name="policy"):
         pass
 
-    def warm_up(self):
+    def warm_up(self, guided=False):
         return []
 
 
@@ -186,6 +186,7 @@ class ToyEngine:
         self.chat, self.vocab_size = chat, vocab_size
         self.waiting: list = []
         self.digests: dict[str, int] = {}
+        self.guided: bool | None = None  # how it was warmed up
         self.count = 0
 
     def set_params(self, params, name="policy"):
@@ -194,6 +195,7 @@ class ToyEngine:
         self.digests[name] = zlib.crc32(np.asarray(params["embed"]).tobytes())
 
     def warm_up(self, guided=False):
+        self.guided = guided
         return []
 
     def submit(self, request) -> int:

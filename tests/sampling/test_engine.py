@@ -140,9 +140,9 @@ OPERATIONS = st.lists(
 
 
 @settings(max_examples=12, deadline=None)
-@given(OPERATIONS)
-def test_any_history_of_requests_equals_the_plain_decoder(make_engine, params, operations):
-    engine = make_engine()
+@given(OPERATIONS, st.sampled_from([0, 4]))
+def test_any_history_of_requests_equals_the_plain_decoder(make_engine, params, operations, draft):
+    engine = make_engine(config=dataclasses.replace(SMALL, draft=draft))
     ledgers: dict[int, list[int]] = {}
     busy: dict[int, tuple[int | None, Request]] = {}
     cancelled, checked, prompts = set(), 0, [[5, 6, 7]]

@@ -66,8 +66,9 @@ class Alternating:
         self.seen.append(token)
 
 
-def test_a_guide_masks_what_is_sampled_and_scored(make_engine, params):
-    engine = make_engine()
+@pytest.mark.parametrize("draft", [0, 4])
+def test_a_guide_masks_what_is_sampled_and_scored(make_engine, params, draft):
+    engine = make_engine(config=dataclasses.replace(SMALL, draft=draft))
     guide = Alternating()
     guided = Request([5, 9, 11], SamplingParams(max_tokens=9), (0,), guide=guide)
     free = Request([5, 9, 11], SamplingParams(max_tokens=9), (1,))
