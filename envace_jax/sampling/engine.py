@@ -179,10 +179,11 @@ class Engine:
         """
         start = time.perf_counter()
         done, self._done = self._done, []
-        for pool in self._pools.values():
+        for pool in self._pools.values():  # all of them first: no set's device work waits for another's to be read
             if pool.flying is None:
                 pool.admit()
                 pool.launch()
+        for pool in self._pools.values():
             done += pool.collect()
             pool.admit()
             if len(pool.live) >= (1.0 - SPARE) * pool.slots:
