@@ -66,6 +66,19 @@ def load(path: Path) -> Played:
     return tuple(facts["head"]), conversations
 
 
+def limits(played: Played) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest output; the conversations are played by it."""
+    prompt = output = 0
+
+    def note(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        nonlocal prompt, output
+        prompt, output = max(prompt, *map(len, prompts)), max(output, *lengths)
+        return [[8] * n for n in lengths]
+
+    in_order(played, note)
+    return prompt, output
+
+
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 """Prompts and forced lengths to outputs."""
 

@@ -6,6 +6,7 @@
     python benchmarks/rollout.py --tunix-python V/bin/python   # also google-tunix from an environment of its own
     python benchmarks/rollout.py --vllm-python V/bin/python    # also vLLM's CPU build, likewise
     python benchmarks/rollout.py --control           # episodes of the quickstart: host control and device control
+    python benchmarks/rollout.py --draft 4           # the same with and without guessing ahead: how many come true
 
 Every side plays the same conversations with the same weights: ACT and REHEARSE take turns, output lengths come from
 `lengths.json` and are forced, so all do the same useful work. Ceilings are measured in the same run. Results are
@@ -37,6 +38,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from conversations import ACT, REHEARSE, Conversation, Turn, in_order, save  # noqa: E402
+from rollout_episodes import controls, drafts  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,10 @@ SIZES = {
     "full": Size(64, 4, (3, 8), (500, 4000), _spec(384, 6, 12, 4, 1024, 4096)),
     "smoke": Size(2, 2, (1, 2), (40, 60), _spec(32, 2, 2, 1, 48, 128), 0.1),
 }
+
+
+LONGEST = {"default": 16384, "full": 16384, "smoke": 256}
+"""Rows over which decoding is measured beyond those of the workload."""
 
 
 def workload(size: Size, seed: int = 0) -> tuple[tuple[int, ...], list[Conversation]]:
@@ -135,14 +141,11 @@ class PerfectCache:
 
 
 def play(engine: Engine, head: tuple[int, ...], conversations: list[Conversation], ordered: bool) -> Result:
-    """All conversations over one engine: by readiness, or in the reference's order.
-
-    The tail begins when a conversation has ended and none is left to take its lane.
-    """
+    """All conversations over one engine: by readiness, or in the reference's order."""
     perfect, useful = PerfectCache(), 0
-    tail: dict[str, float] = {}
     before, began, inside = engine.stats(), time.perf_counter(), 0.0
     asked: dict[int, tuple[Conversation, list[int]]] = {}
+    unfinished, at_tail = len(conversations), None  # the tail: fewer conversations than lanes are left
 
     def ask(c: Conversation) -> None:
         turn, prompt = c.turns[c.at], c.prompt(head)
@@ -151,7 +154,7 @@ def play(engine: Engine, head: tuple[int, ...], conversations: list[Conversation
         asked[engine.submit(Request(prompt, params, (c.task, c.member, c.at), ledger))] = c, prompt
 
     def advance() -> Iterator[Conversation]:
-        nonlocal useful, inside
+        nonlocal useful, inside, unfinished, at_tail
         start = time.perf_counter()
         done = engine.step()
         inside += time.perf_counter() - start
@@ -162,7 +165,10 @@ def play(engine: Engine, head: tuple[int, ...], conversations: list[Conversation
             perfect(prompt, ids)
             useful += len(ids)
             c.receive(prompt, ids)
+            unfinished -= c.done
             yield c
+        if at_tail is None and unfinished < engine.config.slots:
+            at_tail = engine.stats()
 
     if ordered:
         while any(not c.done for c in conversations):
@@ -180,15 +186,13 @@ def play(engine: Engine, head: tuple[int, ...], conversations: list[Conversation
             for c in advance():
                 if not c.done:
                     ask(c)
-                elif not tail and len(asked) < engine.config.slots:
-                    tail = engine.stats()
     seconds = time.perf_counter() - began
     after = engine.stats()
     gained = {k: after[k] - before[k] for k in after}
-    full = {k: (tail or after)[k] - before[k] for k in after}
+    until = {k: (at_tail or after)[k] - before[k] for k in after}
     facts = {
         "occupancy": gained["tokens_sampled"] / max(1, gained["slot_iterations"]),
-        "occupancy_before_tail": full["tokens_sampled"] / max(1, full["slot_iterations"]),
+        "occupancy_until_tail": until["tokens_sampled"] / max(1, until["slot_iterations"]),
         "prefilled": gained["tokens_prefilled"],
         "prefilled_over_perfect": gained["tokens_prefilled"] / perfect.tokens,
         "host_share": 1 - gained["seconds_waiting"] / seconds,
@@ -297,6 +301,14 @@ class Ceilings:
         computed = rows * (2 * matrix_params(spec) + 4 * spec.n_layers * spec.n_heads * spec.head_dim * context)
         return seconds, max(moved / self.bytes, computed / self.flops) / seconds
 
+    @staticmethod
+    def temporaries(engine: Engine, length: int) -> tuple[float, float]:
+        """(bytes, share of one layer's keys and values) that the decode program takes over its cache."""
+        run = engine.run
+        memory = run.compiled["decode", run.shapes.slots, length].memory_analysis().temp_size_in_bytes
+        layer = 2 * run.shapes.slots * engine.spec.n_kv_heads * length * engine.spec.head_dim * 4
+        return memory, memory / layer
+
     def prefill(self, engine: Engine) -> tuple[float, float]:
         """(tokens/s, share of the matrix peak) of the largest prefill program on fresh rows."""
         run, spec, shapes = engine.run, engine.spec, engine.run.shapes
@@ -317,64 +329,6 @@ class Ceilings:
         return rows * piece / seconds, computed / seconds / self.flops
 
 
-# --- control on the host and on the device ------------------------------------------------------------------------
-
-
-def controls(n_tasks: int, group: int, slots: int) -> dict[str, dict[str, float]]:
-    """The quickstart model's own episodes under both controls, in turn, twice: the second time is measured."""
-    from envace_jax.build import chat_format, load_model, make_engine
-    from envace_jax.config_file import read_config
-    from envace_jax.datasets.sources import load_tasks
-    from envace_jax.rehearsal.rollout import rollout, warm_up_control
-    from envace_jax.rehearsal.settings import RolloutConfig
-    from envace_jax.rewards.judge import RuleJudge
-
-    cfg = read_config(str(HERE.parent / "configs" / "quickstart.py"))
-    cfg.rollout.context, cfg.rollout.slots = "stream", slots
-    tasks, _ = load_tasks(cfg.data)
-    chat = chat_format(cfg)
-    spec, params = load_model(cfg, chat, None)
-    engine = make_engine(cfg, spec, params)
-    engine.warm_up()
-    base = RolloutConfig.from_config(cfg)
-    warm_up_control(engine, dataclasses.replace(base, control="device"))
-    facts: dict[str, dict[str, float]] = {}
-    ids: dict[str, list] = {}
-    for control in ("host", "device") * 2:
-        before, timings = engine.stats(), {}
-        played = rollout(
-            tasks[:n_tasks],
-            engine=engine,
-            chat=chat,
-            cfg=dataclasses.replace(base, control=control),
-            judge=RuleJudge(),
-            group_size=group,
-            timings=timings,
-        )
-        trajectories = sorted(played, key=lambda t: (t.group, t.member))
-        gained = {name: value - before[name] for name, value in engine.stats().items()}
-        tokens = sum(len(s.ids) for t in trajectories for s in t.segments)
-        wall = timings["wall"]
-        ids[control] = [[s.ids for s in t.segments] for t in trajectories]
-        facts[control] = {
-            "seconds": wall,
-            "tokens": tokens,
-            "tokens_per_second": tokens / wall,
-            "occupancy": gained["tokens_sampled"] / max(1, gained["slot_iterations"]),
-            "host_share": 1 - gained["seconds_waiting"] / wall,
-            "prefilled": gained["tokens_prefilled"],
-            "dropped": gained["device_tokens_dropped"],
-            "handed_over": gained["device_handed_over"],
-            "diverged": gained["device_diverged"],
-            "compiled": gained["programs_compiled_after_warm_up"],
-        }
-    equal = sum(a == b for a, b in zip(ids["host"], ids["device"], strict=True))
-    print(f"\n{n_tasks} tasks x {group}, {slots} lanes; {equal} of {len(ids['host'])} trajectories equal id for id")
-    for control, row in facts.items():
-        print(f"{control:7s}" + ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
-    return facts
-
-
 # --- the run ---------------------------------------------------------------------------------------------------
 
 
@@ -388,10 +342,12 @@ def main() -> None:
     parser.add_argument("--vllm-python", default="", help="Python of an environment that has vLLM's CPU build")
     parser.add_argument("--skip", default="", help="sides to leave out: reference, transformers")
     parser.add_argument("--control", action="store_true", help="compare host and device control, and nothing else")
+    parser.add_argument("--draft", type=int, default=0, help="guess so many tokens ahead, and nothing else")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    if args.control:
-        facts = controls(2, 2, 4) if args.smoke else controls(16, 4, args.slots)
+    if args.control or args.draft:
+        sizes = (2, 2, 4) if args.smoke else (16, 4, args.slots)
+        facts = controls(*sizes) if args.control else drafts(*sizes, args.draft)
         if args.out:
             Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")
         return
@@ -447,16 +403,20 @@ def main() -> None:
     rate, share = ceilings.prefill(engine)
     table = {"prefill": {"tokens_per_second": rate, "share": share}}
     print(f"prefill {rate:.0f} tok/s, {share:.0%} of the matrix peak")
-    tops = engine.run.shapes.lengths
-    for rows in sorted({1, 4, 16, slots}):
-        for length in tops:
+    longer = dataclasses.replace(config, shelf=0, max_length=LONGEST[name])
+    for one in (engine, Engine(params, size.spec, longer)):
+        for length in one.run.shapes.lengths:
             context = length - config.chunk
-            seconds, share = ceilings.decode(engine, rows, context)
-            table[f"decode {rows} x {context}"] = {"seconds": seconds, "share": share}
-            print(
-                f"decode {rows:3d} rows x {context:5d}: {seconds * 1e3:7.2f} ms an iteration, "
-                f"{seconds / rows * 1e6:8.1f} us a token, {share:.0%} of the roofline"
-            )
+            for rows in sorted(n for n in {1, 4, 16, slots} if n <= slots):
+                seconds, share = ceilings.decode(one, rows, context)
+                table[f"decode {rows} x {context}"] = {"seconds": seconds, "share": share}
+                print(
+                    f"decode {rows:3d} rows x {context:5d}: {seconds * 1e3:7.2f} ms an iteration, "
+                    f"{seconds / rows * 1e6:8.1f} us a token, {share:.0%} of the roofline"
+                )
+            memory, of_layer = ceilings.temporaries(one, length)
+            table[f"temporaries {context}"] = {"bytes": memory, "of_a_layer": of_layer}
+            print(f"decode temporaries at {context}: {memory / 2**20:.1f} MiB, {of_layer:.2f} of a layer's cache")
     if args.out:
         facts = {"size": name, "results": [dataclasses.asdict(r) for r in results], "programs": table}
         Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")

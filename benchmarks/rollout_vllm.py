@@ -10,13 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from conversations import load
+from conversations import limits, load
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
 
 def main() -> None:
     folder, path = sys.argv[1:]
     head, conversations = load(Path(path))
+    longest = sum(limits(load(Path(path))))
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=folder,
@@ -24,7 +25,7 @@ def main() -> None:
             dtype="float32",
             enable_prefix_caching=True,
             max_num_seqs=64,
-            max_model_len=4096,
+            max_model_len=longest,
         )
     )
     asked: dict[str, tuple] = {}
@@ -34,7 +35,7 @@ def main() -> None:
         prompt, n = c.prompt(head), c.turns[c.at].length
         name = f"{c.task}/{c.member}/{c.at}"
         asked[name] = c, prompt
-        params = SamplingParams(temperature=1.0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False)
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     began = time.perf_counter()
