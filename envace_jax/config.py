@@ -83,8 +83,8 @@ def default_config() -> ConfigDict:
                 "old_thinking": "strip",  # across turns: strip | keep
             },
             "data": {
-                "source": "quickstart",  # quickstart | cm2 | bfcl | tau2 | a "+"-joined mix
-                "path": "",  # CM2 file or TFDS folder for source=cm2
+                "source": "quickstart",  # quickstart | cm2 | bfcl | tau2 | traces | a "+"-joined mix
+                "path": "",  # CM2 file, traces, or TFDS folder for source=cm2 or traces
                 "eval_path": "",
                 "on_bad_record": "stop",  # stop | skip
                 "train_limit": 0,  # 0: all

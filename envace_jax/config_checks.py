@@ -73,7 +73,7 @@ ARMS = (
     "real_env",
     "act_only_endpoint",
 )
-SOURCES = ("quickstart", "cm2", "bfcl", "tau2")
+SOURCES = ("quickstart", "cm2", "bfcl", "tau2", "traces")
 ENDPOINTS = ("rewards.endpoint", "rollout.simulator")
 DECAY = Check("a number from 0 to below 1", lambda v: _number(v) and 0 <= v < 1)
 NUCLEUS = Check("a number above 0, up to 1", lambda v: _number(v) and 0 < v <= 1)
@@ -280,12 +280,21 @@ def _run_dir(v: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _cm2(v: Mapping[str, Any]) -> Iterator[str]:
-    if "cm2" in v["data.source"].split("+") and not v["data.path"]:
-        yield "data.path='': data.source=cm2 needs the CM2 file (JSON, JSONL or parquet)"
+READ_FROM_FILES = {
+    "cm2": "the CM2 file (JSON, JSONL or parquet)",
+    "traces": "a file or folder of traces, or a folder prepared by `python -m data traces`",
+}
+
+
+def _data_files(v: Mapping[str, Any]) -> Iterator[str]:
+    reading = [name for name in READ_FROM_FILES if name in v["data.source"].split("+")]
+    for name in reading[:1] if not v["data.path"] else ():
+        yield f"data.path='': data.source={name} needs {READ_FROM_FILES[name]}"
+    if len(reading) > 1:
+        yield f"data.source={v['data.source']}: {' and '.join(reading)} would both read data.path, take one of them"
     for key in ("data.path", "data.eval_path"):
-        if v[key] and "cm2" not in v["data.source"].split("+"):
-            yield f"{key}='{v[key]}': data.source={v['data.source']} does not read it (data.source=cm2 does)"
+        if v[key] and not reading:
+            yield f"{key}='{v[key]}': data.source={v['data.source']} does not read it (cm2 and traces do)"
 
 
 def _worldbook(v: Mapping[str, Any]) -> Iterator[str]:
@@ -350,7 +359,7 @@ def _row_tokens(v: Mapping[str, Any]) -> Iterator[str]:
 LIMITS = ("rollout.max_input_tokens", "rollout.max_act_tokens", "rollout.max_rehearse_tokens")
 RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[str]]], ...] = (
     (("run_dir",), _run_dir),
-    (("data.source", "data.path", "data.eval_path"), _cm2),
+    (("data.source", "data.path", "data.eval_path"), _data_files),
     (("rollout.grounding", "rollout.worldbook"), _worldbook),
     (("rewards.contradiction_penalty", "rollout.worldbook"), _contradictions),
     (("rollout.draft", "rollout.chunk"), _draft),

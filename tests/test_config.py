@@ -85,8 +85,11 @@ def test_data_that_no_source_reads_is_refused() -> None:
     cfg = default_config()
     cfg.data.path, cfg.data.eval_path = "data/cm2/example.jsonl", "data/README.md"
     assert [p.partition("=")[0] for p in problems(cfg)] == ["data.path", "data.eval_path"]
-    cfg.data.source = "quickstart+cm2"
-    assert not problems(cfg)
+    for source in ("quickstart+cm2", "traces"):
+        cfg.data.source = source
+        assert not problems(cfg)
+    cfg.data.source = "cm2+traces"
+    assert ["would both read data.path" in p for p in problems(cfg)] == [True]
 
 
 @pytest.mark.parametrize("key", CHECKS)
@@ -112,6 +115,7 @@ def test_all_problems_come_in_one_message() -> None:
     [
         ({"model.path": "/nowhere"}, "model.path='/nowhere': no such file"),
         ({"data.source": "cm2"}, "needs the CM2 file"),
+        ({"data.source": "traces"}, "needs a file or folder of traces"),
         ({"rollout.control": "device"}, "needs 'stream'"),
         ({"rollout.grounding": "worldbook"}, "needs a worldbook folder"),
         ({"rewards.judge": "endpoint"}, "needs the judge's address"),

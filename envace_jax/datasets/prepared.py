@@ -18,6 +18,7 @@ import tensorflow_datasets as tfds
 from envace_jax.config import UserError
 from envace_jax.datasets.cm2 import task_from_record, task_to_record
 from envace_jax.datasets.records import Task
+from envace_jax.datasets.traces import TraceEpisode, episode_from_record
 from envace_jax.text.transcript import canonical_json
 
 
@@ -40,8 +41,8 @@ def prepare(builder: tfds.core.DatasetBuilder) -> Path:
     return Path(builder.data_path)
 
 
-class PreparedTasks:
-    """One split of a prepared data set, as a sequence of tasks read when asked for."""
+class _PreparedRecords:
+    """The JSON records of one split of a prepared data set, read when asked for."""
 
     def __init__(self, folder: str | Path, split: str):
         folder = Path(folder)
@@ -59,13 +60,6 @@ class PreparedTasks:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __iter__(self) -> Iterator[Task]:
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: int) -> Task:
-        where = f"{self._where}: record {index}"
-        return task_from_record(json.loads(self._record(index)), where=where)
-
     def _record(self, index: int) -> bytes:
         try:
             return self._source[index]["record"]
@@ -78,6 +72,17 @@ class PreparedTasks:
                 "prepare the data again with `python -m data`"
             ) from None
 
+
+class PreparedTasks(_PreparedRecords):
+    """One split of a prepared data set, as a sequence of tasks read when asked for."""
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Task:
+        where = f"{self._where}: record {index}"
+        return task_from_record(json.loads(self._record(index)), where=where)
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Digest of all records in order (`envace_jax.datasets.pipeline.fingerprint`)."""
@@ -85,6 +90,19 @@ class PreparedTasks:
         for index in range(len(self)):
             digest.update(self._record(index) + b"\n")
         return digest.hexdigest()
+
+
+class PreparedEpisodes(_PreparedRecords):
+    """One split of prepared traces (``python -m data traces``), as episodes in their order."""
+
+    def __iter__(self) -> Iterator[TraceEpisode]:
+        for index in range(len(self)):
+            yield episode_from_record(json.loads(self._record(index)), f"{self._where}: record {index}")
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether a path is the folder of a prepared data set."""
+    return (Path(path) / "dataset_info.json").is_file()
 
 
 def splits_of(folder: str | Path) -> dict[str, int]:

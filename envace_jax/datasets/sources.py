@@ -24,8 +24,8 @@ def load_tasks(data: Any) -> tuple[list[Task], list[Task]]:
     """Training and held-out tasks of a run.
 
     Args:
-        data: the ``data`` section of the config: ``source`` (quickstart, cm2, bfcl or tau2, or several joined by
-            "+"), ``path`` and ``eval_path`` (CM2 file, or prepared TFDS folder), ``on_bad_record`` (stop | skip),
+        data: the ``data`` section of the config: ``source`` (quickstart, cm2, bfcl, tau2 or traces, or several joined
+            by "+"), ``path`` and ``eval_path`` (CM2 file, traces, or prepared folder), ``on_bad_record`` (stop | skip),
             ``train_limit`` and ``eval_limit`` (0: all; a limited list is spread evenly over the whole one, and the
             quickstart generator makes as many as asked for).
 
@@ -87,8 +87,10 @@ def _load(name: str, data: Any, limits: dict[str, int]) -> tuple[list[Task], lis
         train, heldout = (load_tau2(split=split, limit=limits[split]) for split in SPLITS)
     elif name == "cm2":
         train, heldout = (spread(t, limits[split]) for t, split in zip(_load_cm2(data), SPLITS))
+    elif name == "traces":
+        train, heldout = (spread(t, limits[split]) for t, split in zip(_load_traces(data), SPLITS))
     else:
-        raise UserError(f"data.source: expected quickstart, cm2, bfcl or tau2, found {name!r}")
+        raise UserError(f"data.source: expected quickstart, cm2, bfcl, tau2 or traces, found {name!r}")
     return train, heldout
 
 
@@ -107,6 +109,17 @@ def _load_cm2(data: Any) -> tuple[list[Task], list[Task]]:
     if bad.count:
         _log.warning("%d broken records left out; the first: %s", bad.count, bad.messages[0])
     return tasks, held_out
+
+
+def _load_traces(data: Any) -> tuple[list[Task], list[Task]]:
+    if not data.path:
+        raise UserError("data.path: source=traces needs a file or folder of traces, or a prepared folder")
+    from envace_jax.datasets.trace_tasks import load_trace_tasks
+
+    train, heldout, bad = load_trace_tasks(data.path, data.eval_path, data.on_bad_record)
+    if bad:
+        _log.warning("%d traces left out; the first: %s", len(bad), bad[0])
+    return [_marked(t, "train") for t in train], [_marked(t, "heldout") for t in heldout]
 
 
 def _marked(task: Task, split: str) -> Task:

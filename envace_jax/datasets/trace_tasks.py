@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.datasets.cm2 import task_from_record, task_to_record
 from envace_jax.datasets.records import ChecklistItem, Task
-from envace_jax.datasets.traces import TraceEpisode
+from envace_jax.datasets.traces import TraceEpisode, TraceReport, read_traces
 from envace_jax.text.transcript import Message, ToolCall, canonical_json
+from envace_jax.worldbook.build import fold_of
 from envace_jax.worldbook.compile import observed_actions
 from envace_jax.worldbook.ingest import align, usable_prefix
+
+HELD_OUT_SHARE = 10
+"""Where traces tell no split, one group in so many is held out."""
+
+
+def load_trace_tasks(path: str, eval_path: str = "", on_bad: str = "stop") -> tuple[list[Task], list[Task], list[str]]:
+    """Training and held-out tasks of recorded episodes, and a message for each trace that was left out.
+
+    Held out are: all of ``eval_path``, if given; else the episodes of any other split than ``train``, if there are
+    any; else every tenth group, by a hash of its name. Groups never cross.
+
+    Args:
+        path: traces (a file or folder of `envace_jax.datasets.traces`, or a folder prepared by ``python -m data``).
+        on_bad: ``stop`` raises at the first bad trace, ``skip`` leaves it out.
+
+    Raises:
+        UserError: unreadable traces, or (``stop``) a bad one.
+    """
+    bad: list[str] = []
+    tasks = list(_tasks(_episodes(path, on_bad, bad), on_bad, bad))
+    if eval_path:
+        return tasks, list(_tasks(_episodes(eval_path, on_bad, bad), on_bad, bad)), bad
+    heldout = {t.uuid for t in tasks if t.meta["split"] != "train"}
+    if not heldout:
+        heldout = {t.uuid for t in tasks if fold_of(t.meta["trajectory_group"], HELD_OUT_SHARE) == 0}
+    return [t for t in tasks if t.uuid not in heldout], [t for t in tasks if t.uuid in heldout], bad
+
+
+def _episodes(path: str, on_bad: str, bad: list[str]) -> Iterator[TraceEpisode]:
+    from envace_jax.datasets.prepared import PreparedEpisodes, is_prepared, splits_of
+
+    if is_prepared(path):
+        for split in splits_of(path):
+            yield from PreparedEpisodes(path, split)
+        return
+    report = TraceReport()
+    yield from read_traces(path, on_bad=on_bad, report=report)
+    bad += report.bad
+
+
+def _tasks(episodes: Iterable[TraceEpisode], on_bad: str, bad: list[str]) -> Iterator[Task]:
+    for episode in episodes:
+        try:
+            task = task_from_episode(episode)
+            # What the format asks of any task, such as calls that fit their documents, is asked of these too.
+            yield task_from_record(task_to_record(task), where=f"trace {episode.episode_id}")
+        except UserError as error:
+            if on_bad == "stop":
+                raise
+            bad.append(str(error))
 
 
 def task_from_episode(episode: TraceEpisode) -> Task:
@@ -29,8 +82,8 @@ def task_from_episode(episode: TraceEpisode) -> Task:
     for event in episode.events:
         if event.kind == "action":
             found = usable.get(event.id)
-            if found is None:
-                break
+            if found is None or event.actor != "agent":
+                break  # what a user does with tools of his own has no place in the format
             call = ToolCall(found.name, found.arguments)
             messages.append(Message("assistant", "", None, (call,)))
             messages.append(Message("tool", canonical_json(found.value)))
@@ -49,7 +102,13 @@ def task_from_episode(episode: TraceEpisode) -> Task:
         messages.append(Message("assistant", "(no reply was recorded)"))
     tools = tuple(episode.metadata.get("tools") or ()) or _observed_tools(list(usable.values()))
     turns = sum(m.role == "user" for m in messages)
-    meta: dict[str, Any] = {"environment": episode.environment, "split": episode.split, "scenario": episode.group}
+    # The scenario keeps a group on one side of a split, the group keeps its own traces out of a worldbook's brief.
+    meta: dict[str, Any] = {
+        "environment": episode.environment,
+        "split": episode.split,
+        "scenario": episode.group,
+        "trajectory_group": episode.group,
+    }
     if episode.initial_state is not None:
         meta["initial_state"] = episode.initial_state
     return Task(episode.episode_id, "traces", tuple(messages), tools, (_checklist(messages, turns),), meta)

@@ -7,7 +7,6 @@ is left unpaired for `envace_jax.worldbook.ingest` to flag. Ids are hashes of th
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.datasets.action_text import BadTrace, parse_call_text, short_error, text_action
 from envace_jax.datasets.records import Task
 from envace_jax.text.transcript import canonical_json, clean_text, result_text
 
@@ -25,11 +25,8 @@ KINDS = ("message", "action", "observation")
 FORMATS = ("canonical", "messages", "tasks", "tau2", "bfcl", "text")
 MAX_OBSERVATION_BYTES = 1 << 20
 MAX_EVENTS = 5_000
+MAX_NESTING = 48
 MAX_RECORD_BYTES = 64 << 20
-
-
-class BadTrace(UserError):
-    """A trace that cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def make_episode(
 
     Raises:
         BadTrace: an event of unknown kind, an observation above 1 MiB, more than 5,000 events, content that is not
-            JSON (cycles and NaN included), or no action at all.
+            JSON (cycles and NaN included) or nested beyond 48 levels, or no action at all.
     """
     name = f"{where} (trace {str(episode_id)[:80]})" if episode_id else where
     checked: list[TraceEvent] = []
@@ -116,12 +113,16 @@ def make_episode(
         digest = content_id([body, initial_state, environment], "e")
         if initial_state is not None and not isinstance(initial_state, dict):
             raise BadTrace(f"{name}: initial_state: expected an object")
+        if not isinstance(metadata or {}, dict):
+            raise BadTrace(f"{name}: metadata: expected an object")
         meta = json.loads(canonical_json(metadata or {}))
         initial = None if initial_state is None else json.loads(canonical_json(initial_state))
+        if too_deep(initial) or too_deep(meta):
+            raise BadTrace(f"{name}: initial_state or metadata nested deeper than {MAX_NESTING} levels")
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, BadTrace):
             raise
-        raise BadTrace(f"{name}: not JSON content ({_short(error)})") from None
+        raise BadTrace(f"{name}: not JSON content ({short_error(error)})") from None
     eid = clean_text(str(episode_id)) if episode_id else digest
     numbered = tuple(replace(e, id=f"{digest}.{i}") for i, e in enumerate(checked))
     return TraceEpisode(eid, numbered, split, group or eid, environment, initial, meta)
@@ -131,6 +132,11 @@ def _checked(event: TraceEvent, where: str) -> TraceEvent:
     if event.actor not in ACTORS or event.kind not in KINDS:
         raise BadTrace(f"{where}: unknown actor or kind {event.actor!r}/{event.kind!r}")
     metadata = json.loads(canonical_json(event.metadata or {}))
+    call_id = metadata.get("call_id")
+    if isinstance(call_id, (dict, list, bool)):
+        raise BadTrace(f"{where}: call_id: expected a text")
+    if call_id is not None:
+        metadata["call_id"] = str(call_id)
     if event.kind == "action":
         content = event.content
         if not isinstance(content, dict) or not isinstance(content.get("type"), str) or not content["type"].strip():
@@ -138,6 +144,8 @@ def _checked(event: TraceEvent, where: str) -> TraceEvent:
         arguments = content.get("arguments", {})
         if not isinstance(arguments, dict):
             raise BadTrace(f"{where}: arguments: expected an object")
+        if too_deep(arguments):
+            raise BadTrace(f"{where}: arguments nested deeper than {MAX_NESTING} levels")
         raw = content.get("raw", "")
         clean = {
             "type": clean_text(content["type"]),
@@ -148,6 +156,21 @@ def _checked(event: TraceEvent, where: str) -> TraceEvent:
         return TraceEvent(event.actor, event.kind, clean, metadata)
     text = event.content if isinstance(event.content, str) else result_text(event.content)
     return TraceEvent(event.actor, event.kind, _bounded(clean_text(text).replace("\x00", "\ufffd"), where), metadata)
+
+
+def too_deep(value: Any) -> bool:
+    """Whether a JSON value is nested deeper than 48 levels (which state and terms could not hold)."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for item in level
+            for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _bounded(text: str, where: str) -> str:
@@ -243,8 +266,9 @@ def _message_events(messages: list[Any], where: str) -> Iterator[TraceEvent]:
             meta = {"batch": f"m{i}"} if len(calls) > 1 else {}
             if call.get("id"):
                 meta["call_id"] = str(call["id"])
+            # A user may have tools of his own (τ²-bench, telecom): what he does with them is not the agent's doing.
             yield TraceEvent(
-                "agent", "action", {"type": function.get("name"), "arguments": arguments, "raw": raw}, meta
+                actors[role], "action", {"type": function.get("name"), "arguments": arguments, "raw": raw}, meta
             )
 
 
@@ -256,7 +280,13 @@ def _plain(content: Any) -> Any:
 
 
 def task_group(task: Task) -> str:
-    """The trajectory group of a task: its source and scenario, so that variants of one scenario stay together."""
+    """The trajectory group of a task: its source and scenario, so that variants of one scenario stay together.
+
+    A task that was made from a trace keeps the trace's group (``meta["trajectory_group"]``).
+    """
+    group = task.meta.get("trajectory_group")
+    if isinstance(group, str) and group:
+        return group
     scenario = task.meta.get("scenario")
     return task.uuid if scenario in (None, "") else f"{task.source}-{scenario}"
 
@@ -340,22 +370,6 @@ def episode_from_bfcl(record: Any, where: str) -> TraceEpisode:
     )
 
 
-def parse_call_text(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Name and keyword arguments of a call such as ``cd(folder='x')``; only literals are accepted.
-
-    Raises:
-        BadTrace: anything but one call of a plain name with literal keyword arguments.
-    """
-    try:
-        node = ast.parse(text[:100_000].strip(), mode="eval").body
-        if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name):
-            raise ValueError("expected name(argument=literal, ...)")
-        arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords if k.arg}
-        return node.func.id, json.loads(canonical_json(arguments))
-    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError) as error:
-        raise BadTrace(f"{where}: call {text[:60]!r}: {_short(error)}") from None
-
-
 _PREFIX = re.compile(r"^(SYSTEM|USER|ASSISTANT|AGENT|ACTION|OBSERVATION|ENVIRONMENT|TOOL)\s*:[ \t]?", re.M)
 
 
@@ -382,36 +396,6 @@ def episode_from_text(text: str, where: str) -> TraceEpisode:
     return make_episode(events, where=where)
 
 
-def text_action(body: str) -> dict[str, Any]:
-    """An action from text: JSON with a name, or a command whose first word is the type."""
-    stripped = body.strip()
-    if stripped.startswith("{"):
-        try:
-            value = json.loads(stripped)
-            canonical_json(value)  # NaN and numbers too large for a float are no JSON
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            name = value.get("name", value.get("type"))
-            arguments = value.get("arguments", {})
-            if isinstance(name, str) and isinstance(arguments, dict):
-                return {"type": name, "arguments": arguments, "raw": stripped}
-    words = stripped.split()
-    pairs = [w.partition("=") for w in words[1:]]
-    if words and pairs and all(sep and key.isidentifier() for key, sep, _ in pairs):
-        return {"type": words[0], "arguments": {k: _scalar(v) for k, _, v in pairs}, "raw": stripped}
-    return {"type": words[0] if words else "command", "arguments": {"text": stripped}, "raw": stripped}
-
-
-def _scalar(text: str) -> Any:
-    try:
-        value = json.loads(text)
-        canonical_json(value)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, (bool, int, float, str)) or value is None else text
-
-
 # --- files -----------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +405,7 @@ def read_traces(
     form: str | None = None,
     on_bad: str = "stop",
     report: TraceReport | None = None,
+    seen: dict[str, str] | None = None,
 ) -> Iterator[TraceEpisode]:
     """Episodes of a file or of every file of a folder, one at a time.
 
@@ -428,6 +413,7 @@ def read_traces(
         path: .jsonl, .json, .txt or .parquet (CM2 tasks) file, or a folder of them.
         form: one of `FORMATS`; None decides by the record.
         on_bad: ``"stop"`` raises at the first bad trace, ``"skip"`` leaves it out and names it in ``report``.
+        seen: ids and digests of traces read before, with their places; the same one again is a bad trace.
 
     Raises:
         UserError: the path does not exist, or (``"stop"``) a bad trace.
@@ -441,7 +427,7 @@ def read_traces(
         raise UserError(f"{path}: no such file or folder")
     report = report if report is not None else TraceReport()
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    seen: dict[str, str] = {}
+    seen = {} if seen is None else seen
     for file in files:
         for where, make in _records(file, form):
             try:
@@ -488,7 +474,7 @@ def _lines(file: Path, form: str | None) -> Iterator[tuple[str, Any]]:
                     raise ValueError(f"line of {len(line):,} characters")
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield where, _raiser(f"{where}: is not JSON ({_short(error)})")
+                yield where, _raiser(f"{where}: is not JSON ({short_error(error)})")
                 continue
             # One event a line: gathered by episode, in file order.
             if isinstance(record, dict) and "kind" in record and "events" not in record:
@@ -497,9 +483,16 @@ def _lines(file: Path, form: str | None) -> Iterator[tuple[str, Any]]:
                 continue
             yield where, lambda record=record, where=where: _by_form(record, where, form)
     for key, events in grouped.items():
-        record = {"episode_id": key, "events": events, "trajectory_group": events[0].get("trajectory_group")}
         where = f"{file}: episode {key}"
-        yield where, lambda record=record, where=where: _by_form(record, where, "canonical")
+        whole: dict[str, Any] = {"episode_id": key, "events": events}
+        for name in ("split", "trajectory_group", "environment", "initial_state"):
+            given = [e[name] for e in events if e.get(name) is not None]
+            if any(value != given[0] for value in given):
+                yield where, _raiser(f"{where}: its events disagree about {name}")
+                break
+            whole[name] = given[0] if given else None
+        else:
+            yield where, lambda record=whole, where=where: _by_form(record, where, "canonical")
 
 
 def _from_json_file(file: Path, form: str | None) -> Iterator[TraceEpisode]:
@@ -508,14 +501,29 @@ def _from_json_file(file: Path, form: str | None) -> Iterator[TraceEpisode]:
     try:
         value = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise BadTrace(f"{file}: is not JSON ({_short(error)})") from None
+        raise BadTrace(f"{file}: is not JSON ({short_error(error)})") from None
     if isinstance(value, dict) and isinstance(value.get("simulations"), list):
-        value, form = value["simulations"], form or "tau2"
+        value, form = _tau2_records(value), form or "tau2"
     if isinstance(value, list) and not (value and isinstance(value[0], dict) and "role" in value[0]):
         for i, record in enumerate(value):
             yield from _by_form(record, f"{file}: record {i}", form)
     else:
         yield from _by_form(value, str(file), form)
+
+
+def _tau2_records(results: dict[str, Any]) -> list[Any]:
+    """The simulations of a τ²-bench results file, each in the group that tasks of its domain have (`task_group`)."""
+    info = results.get("info")
+    domain = info.get("environment_info") if isinstance(info, dict) else None
+    name = domain.get("domain_name") if isinstance(domain, dict) else None
+    if not isinstance(name, str):
+        return list(results["simulations"])
+    return [
+        {"trajectory_group": f"tau2_{name}-{r.get('task_id')}", "environment": f"tau2_{name}", **r}
+        if isinstance(r, dict)
+        else r
+        for r in results["simulations"]
+    ]
 
 
 def _by_form(record: Any, where: str, form: str | None) -> Iterator[TraceEpisode]:
@@ -562,7 +570,3 @@ def _raiser(message: str) -> Any:
         raise BadTrace(message)
 
     return fail
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:160]

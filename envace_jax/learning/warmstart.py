@@ -85,13 +85,13 @@ def _required(task: Task, name: str) -> Sequence[str]:
 
 
 def demonstration_rows(
-    task: Task, chat: ChatFormat, episode: EpisodeConfig, grounding: str, rng: random.Random
+    task: Task, chat: ChatFormat, episode: EpisodeConfig, grounding: str, rng: random.Random, worldbook: str = ""
 ) -> list[TrainRow]:
-    """Training rows of one demonstration of a task."""
+    """Training rows of one demonstration of a task. `worldbook`: the folder for `grounding="worldbook"`."""
     messages, wrong = task.messages, None
     if SETTLED_BY_HOST <= set(episode.checks) and rng.random() < WRONG_SHARE:
         messages, wrong = with_wrong_call(task, rng)
-    played = demonstrate(task, chat, episode, messages, grounding=make_grounding(grounding))
+    played = demonstrate(task, chat, episode, messages, grounding=make_grounding(grounding, worldbook))
     rows = train_rows(dataclasses.replace(played, reward=0.0, masked_cause=None), {})
     if wrong is None:
         return rows
@@ -137,7 +137,7 @@ def row_stream(cfg: ConfigDict, tasks: Sequence[Task], chat: ChatFormat, longest
         for k, i in enumerate(order):
             context, grounding = own if (k + number) % 2 == 0 else rng.choice(others)
             episode = dataclasses.replace(base, context=context)
-            rows += demonstration_rows(tasks[i], chat, episode, grounding, rng)
+            rows += demonstration_rows(tasks[i], chat, episode, grounding, rng, cfg.rollout.worldbook)
             if rng.random() < cfg.warmstart.reviews:
                 rows += reviews(tasks[i], chat, episode, rng)
         fitting = [row for row in rows if len(row.ids) <= longest]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from envace_jax.datasets.traces import TraceEpisode, TraceEvent
+from envace_jax.datasets.traces import TraceEpisode, TraceEvent, too_deep
 from envace_jax.worldbook.records import SourceRef, TransitionSlice
 
 HISTORY_EVENTS = 20
@@ -51,13 +51,14 @@ class Flag:
 
 
 def observation_value(text: str) -> Any:
-    """The JSON value of an observation text, or the text itself where it is not JSON."""
+    """The JSON value of an observation text, or the text itself where it is not JSON, or nested beyond all sense."""
     stripped = text.strip()
     if stripped[:1] in '{["-0123456789tfn':
         try:
-            return json.loads(stripped, parse_constant=_refuse)
+            value = json.loads(stripped, parse_constant=_refuse)
         except (ValueError, RecursionError):
-            pass
+            return text
+        return text if too_deep(value) else value
     return text
 
 
@@ -120,6 +121,7 @@ def align(episode: TraceEpisode) -> tuple[list[Transition], list[Flag]]:
             open_calls = []
     for c in open_calls:
         problems[c].append("no result")
+    overlapping = _overlaps(actions, answers)
     out = []
     for position, (i, event) in enumerate(actions):
         for problem in problems[i]:
@@ -128,8 +130,29 @@ def align(episode: TraceEpisode) -> tuple[list[Transition], list[Flag]]:
             if not problems[i]:
                 flags.append(Flag(episode.episode_id, event.id, "no result"))
             problems[i].append("no result")
-        out.append(_transition(episode, i, event, answers[i], problems[i], i in correlated, position))
+        if overlapping.get(i):
+            flags.append(Flag(episode.episode_id, event.id, "answered while another call was open"))
+        mates = tuple(episode.events[k].id for k in sorted(overlapping.get(i, ())))
+        out.append(_transition(episode, i, event, answers[i], problems[i], i in correlated, position, mates))
     return out, flags
+
+
+def _overlaps(actions: list[tuple[int, TraceEvent]], answers: dict[int, list[int]]) -> dict[int, set[int]]:
+    """Calls that ran side by side, by call: one was answered between the making and the answer of an earlier one.
+
+    Which of them acted first is not recorded, so neither speaks for the state before it. Calls that are answered in
+    the order in which they were made are a sequence.
+    """
+    out: dict[int, set[int]] = {}
+    spans = [(i, answers[i][0]) for i, event in actions if len(answers[i]) == 1 and not event.metadata.get("ordered")]
+    for at, (i, end) in enumerate(spans):
+        for k, other in spans[at + 1 :]:
+            if k > end:
+                break
+            if other < end:
+                out.setdefault(i, set()).add(k)
+                out.setdefault(k, set()).add(i)
+    return out
 
 
 def _transition(
@@ -140,11 +163,11 @@ def _transition(
     problems: list[str],
     correlated: bool,
     position: int,
+    concurrent: tuple[str, ...],
 ) -> Transition:
     batch = event.metadata.get("batch")
-    concurrent: tuple[str, ...] = ()
     if batch is not None and not event.metadata.get("ordered"):
-        # Only results in the order of their calls speak for a sequence.
+        # Without ids the results of one message cannot be told apart.
         mates = [
             (k, e)
             for k, e in enumerate(episode.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from envace_jax.datasets.cm2 import task_to_record
 from envace_jax.datasets.prepared import prepare
 from envace_jax.datasets.quickstart.generator import generate_tasks
 from envace_jax.datasets.sources import load_tasks, source_counts
+from envace_jax.datasets.traces import TraceEvent, episode_from_task, make_episode, task_group, write_traces
 
 FIXTURE = Path(__file__).parent / "fixtures" / "library.json"
 
@@ -95,7 +97,57 @@ def test_mix_parts_its_limit():
 
 @pytest.mark.quick
 def test_unknown_source():
-    with pytest.raises(UserError, match="expected quickstart, cm2, bfcl or tau2, found 'web'"):
+    with pytest.raises(UserError, match="expected quickstart, cm2, bfcl, tau2 or traces, found 'web'"):
         load_tasks(section(source="web"))
     with pytest.raises(UserError, match=r"data\.path: source=cm2 needs"):
         load_tasks(section(source="cm2"))
+
+
+def traces(folder, name, count=40, split=None):
+    episodes = [episode_from_task(task) for task in generate_tasks("train", count)]
+    if split is not None:
+        episodes = [dataclasses.replace(e, split=split if k % 4 == 0 else "train") for k, e in enumerate(episodes)]
+    write_traces(folder / name, episodes)
+    return str(folder / name), episodes
+
+
+@pytest.mark.quick
+def test_traces_are_tasks_and_keep_their_groups_apart(tmp_path):
+    path, episodes = traces(tmp_path, "t.jsonl")
+    train, heldout = load_tasks(section(source="traces", path=path))
+    assert len(train) + len(heldout) == 40 and 0 < len(heldout) < 12
+    groups = {e.episode_id: e.group for e in episodes}
+    assert all(task_group(t) == groups[t.uuid] for t in train + heldout)  # what a worldbook leaves out for them
+    assert not {task_group(t) for t in train} & {task_group(t) for t in heldout}
+    by_id = {t.uuid: t for t in generate_tasks("train", 40)}
+    for task in train:
+        calls = [(c.name, c.arguments, c.result) for c in by_id[task.uuid].recorded_calls]
+        assert [(c.name, c.arguments, c.result) for c in task.recorded_calls] == calls
+        assert task.meta["initial_state"] == by_id[task.uuid].meta["initial_state"]
+    path, _ = traces(tmp_path, "own.jsonl", split="test")
+    train, heldout = load_tasks(section(source="traces", path=path))
+    assert len(heldout) == 10 and {t.meta["split"] for t in heldout} == {"heldout"}
+    other = [episode_from_task(task) for task in generate_tasks("heldout", 3)]
+    write_traces(tmp_path / "e.jsonl", other)
+    train, heldout = load_tasks(section(source="traces", path=path, eval_path=str(tmp_path / "e.jsonl"), train_limit=5))
+    assert len(train) == 5 and [t.uuid for t in heldout] == [e.episode_id for e in other]
+    # A trace without an answered call teaches nothing: refused by name, or left out.
+    silent = make_episode([TraceEvent("agent", "action", {"type": "a", "arguments": {}})], where="t", episode_id="mute")
+    write_traces(tmp_path / "m.jsonl", [*episodes[:3], silent])
+    with pytest.raises(UserError, match="mute: no usable transition"):
+        load_tasks(section(source="traces", path=str(tmp_path / "m.jsonl")))
+    assert len(sum(load_tasks(section(source="traces", path=str(tmp_path / "m.jsonl"), on_bad_record="skip")), [])) == 3
+    with pytest.raises(UserError, match="data.path"):
+        load_tasks(section(source="traces"))
+
+
+@pytest.mark.quick
+def test_prepared_traces_give_the_tasks_of_their_files(tmp_path):
+    from data.traces.traces_dataset_builder import Builder, TracesConfig
+
+    path, _ = traces(tmp_path, "t.jsonl", 12, split="heldout")
+    folder = prepare(Builder(data_dir=tmp_path / "tfds", config=TracesConfig(name="c", path=path)))
+    prepared = load_tasks(section(source="traces", path=str(folder)))
+    read = load_tasks(section(source="traces", path=path))
+    assert [[t.uuid for t in part] for part in prepared] == [[t.uuid for t in part] for part in read]
+    assert prepared[0] == read[0] and len(prepared[1]) == 3

@@ -16,11 +16,14 @@ from learning_common import tiny_config
 from envace_jax.build import chat_format, load_model
 from envace_jax.config import UserError
 from envace_jax.datasets.sources import load_tasks
+from envace_jax.datasets.traces import episode_from_task
 from envace_jax.learning import warmstart
 from envace_jax.learning.metrics import Display
 from envace_jax.learning.warmstart import demonstration_rows, row_stream, variants, warm_started, with_wrong_call
 from envace_jax.rehearsal.settings import EpisodeConfig
 from envace_jax.rehearsal.teacher import teacher_rows
+from envace_jax.worldbook.build import BuildConfig, build_worldbook
+from envace_jax.worldbook.store import save_worldbook
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +103,16 @@ def test_it_learns_and_is_made_once(cfg, parts, tmp_path, monkeypatch):
     monkeypatch.setattr(warmstart, "warm_start", None)
     again = warm_started(cfg, tmp_path, tasks, chat, spec, params, None, display)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, again)
+
+
+def test_demonstrations_under_a_worldbook_show_its_brief(cfg, parts, tmp_path):
+    """Warm-starting under the grounding that the run will have: both roles' rows, REHEARSE's with what is recorded."""
+    tasks, chat, _, _ = parts
+    book = build_worldbook([episode_from_task(t) for t in tasks[:6]], config=BuildConfig(folds=0, symbolic=False))
+    save_worldbook(book, tmp_path / "wb")
+    episode = dataclasses.replace(EpisodeConfig.from_config(cfg), checks=(), max_input_tokens=1500)
+    rows = demonstration_rows(tasks[0], chat, episode, "worldbook", random.Random(0), str(tmp_path / "wb"))
+    shown = [chat.tokenizer.decode([int(i) for i in row.ids]) for row in rows if int(row.role[0]) == 1]
+    assert shown and all("# Recorded elsewhere" in text or "# Example" in text for text in shown)
+    with pytest.raises(UserError, match="needs a worldbook folder"):
+        demonstration_rows(tasks[0], chat, episode, "worldbook", random.Random(0))

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from envace_jax.config import UserError
+from envace_jax.datasets.action_text import BadTrace, parse_call_text, text_action
 from envace_jax.datasets.quickstart.generator import generate_tasks
+from envace_jax.datasets.records import Task
 from envace_jax.datasets.traces import (
-    BadTrace,
     TraceEpisode,
     TraceEvent,
     TraceReport,
@@ -21,10 +22,12 @@ from envace_jax.datasets.traces import (
     episode_from_task,
     episode_from_text,
     make_episode,
-    parse_call_text,
     read_traces,
+    task_group,
     write_traces,
 )
+from envace_jax.worldbook.build import BuildConfig, build_worldbook, load_episodes
+from envace_jax.worldbook.compile import replay_rules
 from envace_jax.worldbook.ingest import align, observation_value, usable_prefix
 
 pytestmark = pytest.mark.quick
@@ -51,7 +54,28 @@ def test_results_answer_calls_by_id_whatever_their_order() -> None:
         ("a", "first", "correlated"),
         ("b", "second", "correlated"),
     ]
-    assert not flags
+    # Which of the two acted first is not recorded: neither says anything of the state before it.
+    assert [f.problem for f in flags] == ["answered while another call was open"] * 2
+    assert not any(t.slice.usable for t in found) and found[0].slice.concurrent_event_ids == (episode.events[2].id,)
+
+
+def test_calls_that_are_answered_in_their_order_are_a_sequence_and_a_late_answer_is_an_overlap() -> None:
+    batch = log(
+        {"role": "assistant", "tool_calls": [call("a", "1"), call("b", "2")]},
+        {"role": "tool", "tool_call_id": "1", "content": "first"},
+        {"role": "tool", "tool_call_id": "2", "content": "second"},
+    )
+    found, flags = align(batch)
+    assert not flags and all(t.slice.usable for t in found)
+    late = log(
+        {"role": "assistant", "tool_calls": [call("slow", "1")]},
+        {"role": "assistant", "tool_calls": [call("b", "2")]},
+        {"role": "tool", "tool_call_id": "2", "content": "second"},
+        {"role": "tool", "tool_call_id": "1", "content": "first"},
+        {"role": "assistant", "tool_calls": [call("c", "3")]},
+        {"role": "tool", "tool_call_id": "3", "content": "third"},
+    )
+    assert [(t.text, t.slice.usable) for t in align(late)[0]] == [("first", False), ("second", False), ("third", True)]
 
 
 def test_results_without_ids_answer_a_single_call_and_nothing_is_guessed_for_several() -> None:
@@ -190,4 +214,127 @@ def test_control_characters_surrogates_and_odd_keys_are_neutral() -> None:
 
 def test_deep_json_is_text_not_a_crash() -> None:
     assert observation_value("[" * 100_000) == "[" * 100_000
+    for depth, kind in ((40, list), (60, str)):
+        assert type(observation_value("[" * depth + "1" + "]" * depth)) is kind
+    deep = json.loads('{"a": ' * 60 + "1" + "}" * 60)
+    for field in ("metadata", "initial_state"):
+        with pytest.raises(BadTrace, match="evil-7.*deeper"):
+            episode_from_record(hostile("x") | {field: deep}, "f")
+    with pytest.raises(BadTrace, match="evil-7.*deeper"):
+        episode_from_record(hostile("x", a=deep), "f")
+    # What is not too deep goes through the whole build, and what is does as a text.
+    episodes = [
+        episode_from_record(hostile("[" * depth + f"{i}" + "]" * depth, k=i) | {"initial_state": {"n": i},
+                                                                               "episode_id": f"{i}-{depth}"}, "f")
+        for i in range(4) for depth in (30, 47, 200)
+    ]  # fmt: skip
+    assert len(build_worldbook(episodes, config=BuildConfig(folds=2)).evidence) == 12
     assert observation_value('{"a": NaN}') == '{"a": NaN}'
+
+
+def test_what_a_trace_says_of_itself_is_checked_too(tmp_path: Path) -> None:
+    """Ids, metadata and tool documents of any shape: refused with the trace named, or without effect."""
+    for field, value in (("metadata", [1]), ("initial_state", [1])):
+        with pytest.raises(BadTrace, match="evil-7"):
+            episode_from_record(hostile("x") | {field: value}, "f")
+    record = hostile("x")
+    record["events"][0]["metadata"] = {"call_id": [1]}
+    with pytest.raises(BadTrace, match="evil-7.*call_id"):
+        episode_from_record(record, "f")
+    record["events"][0]["metadata"] = record["events"][1]["metadata"] = {"call_id": 7}
+    assert align(episode_from_record(record, "f"))[0][0].slice.alignment == "correlated"
+    documents: list[Any] = [
+        5,
+        "abc",
+        [{"function": {"name": "look", "parameters": [1]}}],
+        [{"function": {"name": "look", "parameters": {"properties": [1]}}}],
+        [{"function": {"name": "look", "description": 5,
+                       "parameters": {"properties": {"q": {"enum": 5, "type": ["a"]}}, "required": 5}}}],
+    ]  # fmt: skip
+    for tools in documents:
+        episode = episode_from_record(hostile("x") | {"metadata": {"tools": tools}}, "f")
+        assert build_worldbook([episode], config=BuildConfig(folds=0)).actions[0].name == "look"
+
+
+@pytest.mark.parametrize("key", ["$arg", "$state", "$const", "$nope", "a.b", "*", "", "[0]", "__class__", "world"])
+def test_keys_that_mean_something_elsewhere_are_keys(key: str) -> None:
+    """State, arguments and answers full of them: the build and a replay go through, and no rule answers wrongly."""
+    episodes = []
+    for i in range(12):
+        events = [
+            ("get", {"order": "o1", key: i}, {key: 1, "s": "p"}),
+            ("add", {key: i}, {"id": f"o{i + 5}", key: i}),
+            ("get", {"order": f"o{i + 5}", key: i}, {key: i, "s": "p"}),
+        ]
+        record = {"episode_id": f"e{i}", "initial_state": {"orders": {f"o{j}": {key: j, "s": "p"} for j in range(3)}}}
+        record["events"] = [
+            event
+            for name, arguments, answer in events
+            for event in (
+                {"actor": "agent", "kind": "action", "content": {"type": name, "arguments": arguments}},
+                {"actor": "environment", "kind": "observation", "content": answer},
+            )
+        ]
+        episodes.append(episode_from_record(record, "f"))
+    book = build_worldbook(episodes[:10], config=BuildConfig(folds=2))
+    assert not sum(replay_rules(book, episodes[10:], floor=0.0).wrong.values())
+
+
+def test_event_lines_keep_their_split_and_the_same_trace_twice_is_said(tmp_path: Path) -> None:
+    lines = [
+        {"episode_id": "z", "split": "test", "actor": "agent", "kind": "action", "content": {"type": "a"}},
+        {"episode_id": "z", "actor": "environment", "kind": "observation", "content": "y"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [e.split for e in read_traces(tmp_path / "a.jsonl")] == ["test"]
+    lines[1]["split"] = "train"
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(BadTrace, match="episode z.*disagree about split"):
+        list(read_traces(tmp_path / "b.jsonl"))
+    good = [episode_from_task(t) for t in generate_tasks("train", 2)]
+    for name in ("c.jsonl", "d.jsonl"):
+        write_traces(tmp_path / name, good)
+    with pytest.raises(UserError, match="the same trace as .*c.jsonl"):
+        load_episodes([tmp_path / "c.jsonl", tmp_path / "d.jsonl"])
+    assert len(load_episodes([tmp_path / "c.jsonl", tmp_path / "d.jsonl"], on_bad="skip")[0]) == 2
+
+
+def test_tau2_results_get_the_groups_of_their_tasks_and_a_users_calls_are_his_own(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "help", "tool_calls": [{"id": "1", "name": "reboot", "arguments": {}}]},
+        {"role": "tool", "id": "1", "requestor": "user", "content": "done"},
+        {"role": "assistant", "tool_calls": [{"id": "2", "name": "check", "arguments": {"n": 1}}]},
+        {"role": "tool", "id": "2", "requestor": "assistant", "content": "{}", "error": True},
+    ]
+    results = {
+        "info": {"environment_info": {"domain_name": "airline"}},
+        "simulations": [{"id": "s", "task_id": "12", "messages": messages}],
+    }
+    (tmp_path / "r.json").write_text(json.dumps(results))
+    (episode,) = read_traces(tmp_path / "r.json")
+    assert episode.group == task_group(Task("tau2-airline-12", "tau2_airline", (), (), (), {"scenario": "12"}))
+    assert [e.actor for e in episode.events if e.kind == "action"] == ["user", "agent"]
+    assert [(t.name, t.text) for t in align(episode)[0]] == [("reboot", "done"), ("check", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "arguments"),
+    [
+        ('[{"keystrokes": "ls -la\\n", "duration": 0.1}]', "ls", {"keystrokes": "ls -la\n", "duration": 0.1}),
+        ('[{"keystrokes": "/usr/bin/python3 a.py\\n"}]', "python3", None),
+        ('[{"keystrokes": "a | b\\n", "duration": 1}]', "shell", None),
+        ('{"commands": [{"keystrokes": "cd x\\n", "duration": 1}, {"keystrokes": "ls\\n", "duration": 2}]}', "shell",
+         {"keystrokes": "cd x\nls\n", "duration": 3}),
+        ('[{"keystrokes": "", "duration": 5}]', "wait", {"keystrokes": "", "duration": 5}),
+        ('[{"keystrokes": "\\u0003"}]', "keys", None),
+        ('[{"keystrokes": "y"}]', "keys", None),
+        ("click(id=3, text='a')", "click", {"id": 3, "text": "a"}),
+        ("f(x=__import__('os'))", "f(x=__import__('os'))", {"text": "f(x=__import__('os'))"}),
+        ("go to cabinet 1", "go", {"text": "go to cabinet 1"}),
+        ("[1, 2]", "[1,", {"text": "[1, 2]"}),
+    ],
+)  # fmt: skip
+def test_actions_written_as_text(text: str, name: str, arguments: Any) -> None:
+    action = text_action(text)
+    assert action["type"] == name and action["raw"] == text
+    assert arguments is None or action["arguments"] == arguments
