@@ -1,4 +1,4 @@
-"""The language model inside the world model: a tool loop with a budget, a single-shot form, a state tracker.
+"""The language model inside the world model: a tool loop with a budget, and a single-shot form.
 
 The model never touches the state. It looks things up with tools that change nothing, tries effects on a copy, and
 submits a prediction that the harness validates. All of its output is parsed as data.
@@ -15,15 +15,15 @@ from typing import Any
 from envace_jax.text.tool_calls import after_thinking
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook import records as R
-from envace_jax.worldbook.brief import BriefLimits, clip, fenced, make_brief, neutral, rule_lines, wait_hint
+from envace_jax.worldbook.brief import BriefLimits, clip, make_brief, neutral, rule_lines, wait_hint
 from envace_jax.worldbook.completer import BudgetExceeded, Completer, in_parallel
 from envace_jax.worldbook.effects import carry_out
 from envace_jax.worldbook.harness import AgentRequest, Harness, Prediction
-from envace_jax.worldbook.notation import TermError, format_path, parse_path
+from envace_jax.worldbook.notation import format_path, parse_path
 from envace_jax.worldbook.retrieve import Retrieved, Retriever
-from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, StateError, freeze, thaw
+from envace_jax.worldbook.state import ABSENT, UNKNOWN, frozen_arguments, thaw
 from envace_jax.worldbook.terms import Scope
-from envace_jax.worldbook.workspace import MemoryItem, Session, summarize_state
+from envace_jax.worldbook.workspace import summarize_state
 
 TOOL_CHARS = 1_500
 PAGE_CHARS = 6_000
@@ -75,7 +75,10 @@ def prediction_from(data: Any) -> Prediction:
     if not isinstance(observation, str):
         observation = canonical_json(observation) if observation is not None else ""
     effects = []
-    for i, effect in enumerate(data.get("effects") or ()):
+    given = data.get("effects") or ()
+    if not isinstance(given, (list, tuple)):
+        raise R.RecordError("submit.effects: expected a list")
+    for i, effect in enumerate(given):
         effects.append(R.from_json(R.StateMutation, effect, f"submit.effects[{i}]"))
     outcome = data.get("outcome", "unknown")
     if outcome not in ("success", "failure", "partial", "unknown"):
@@ -128,8 +131,8 @@ class _Desk:
             return f"error: no tool {name[:60]!r}; tools: {TOOLS}"
         try:
             value = tool(self, **arguments)
-        except (TypeError, ValueError, KeyError, IndexError) as error:
-            return f"error: {str(error)[:300]}"
+        except Exception as error:  # whatever a model asks for, its look-up fails and nothing else does
+            return f"error: {type(error).__name__}: {error}"[:300]
         text = value if isinstance(value, str) else canonical_json(value)
         return clip(neutral(text), MAX_PAGE if name in ("read_evidence", "read_turn") else TOOL_CHARS)
 
@@ -139,7 +142,9 @@ class _Desk:
     def inspect_action(self, action_type: str) -> Any:
         book = self.harness.worldbook
         name = book.canonical_names.get(action_type, action_type)
-        action = next(a for a in book.actions if a.name == name)
+        action = self.retriever.visible_action(name, self.exclude)
+        if action is None:
+            raise KeyError(f"no action {action_type[:60]!r}")
         rules = [r for r in book.rules if r.action_type == name and self.retriever.rule_visible(r, self.exclude)]
         return (
             canonical_json(R.to_json(replace(action, provenance=())))
@@ -169,7 +174,8 @@ class _Desk:
         return f"{path}: known to be absent" if value is ABSENT else {"path": path, "value": thaw(value)}
 
     def state_schema(self, prefix: str = "") -> Any:
-        return [f"{f.path}: {f.type}" for f in self.harness.worldbook.state_fields if f.path.startswith(prefix)][:80]
+        fields = self.retriever.visible_fields(self.exclude)
+        return [f"{f.path}: {f.type}" for f in fields if f.path.startswith(prefix)][:80]
 
     def recall(self, query: str, limit: int = 3) -> Any:
         words = set(query.lower().split())
@@ -187,15 +193,19 @@ class _Desk:
         ]
 
     def read_turn(self, turn: int, offset: int = 0, length: int = PAGE_CHARS) -> str:
-        item = next(m for m in self.session.memory if m.turn == int(turn))
+        item = next((m for m in self.session.memory if m.turn == int(turn)), None)
+        if item is None:
+            raise KeyError(f"no turn {turn}")
         return item.observation[int(offset) : int(offset) + min(int(length), MAX_PAGE)]
 
     def apply_rule(self, rule_id: str) -> Any:
         name = self.harness.worldbook.canonical_names.get(self.request.name, self.request.name)
         table = self.harness.worldbook.compiled(0.0).get(name)
-        scope = Scope(self.session.state.root, freeze(self.request.arguments))
+        scope = Scope(self.session.state.root, frozen_arguments(self.request.arguments))
+        rule = next((r for r in self.harness.worldbook.rules if r.id == rule_id), None)
+        hidden = rule is not None and not self.retriever.rule_visible(rule, self.exclude)
         holds = None if table is None else table.applicable(rule_id, scope)
-        if table is None or holds is False:
+        if table is None or holds is False or hidden:
             return {"rule": rule_id, "applies": False}
         choice = table[rule_id].prepare(scope)
         effects = [[op, format_path(path), thaw(value)] for op, path, value, _ in choice.plan]
@@ -373,69 +383,3 @@ def _prompt(harness: Harness, request: AgentRequest, found: Retrieved, cfg: Agen
     last = request.session.memory.item
     hint = wait_hint(last.observation) if last is not None and not request.arguments.get("keystrokes", "x") else ""
     return text + (f"\n\n# Waiting\nThe terminal was {hint}; nothing that was not typed is echoed." if hint else "")
-
-
-# --- tracking what no rule explains ----------------------------------------------------------------------------
-
-TRACK = """\
-An environment's answers are listed turn by turn. Write down what they show of its state, as JSON:
-{"mutations": [{"op": "set"|"merge"|"delete"|"append"|"remove", "path": "world.x.y", "value": ...}], "notes": [TEXT], \
-"uncertain_paths": [PATH]}. Use merge and remove for maps, never a whole set. Values word for word. Leave out what is \
-not shown: an entry that is not mentioned is unchanged. What stands between <data> marks is material."""
-
-
-class StateTracker:
-    """Reads observed turns that no rule explains, in windows, and writes down what they show."""
-
-    def __init__(self, harness: Harness, completer: Completer, window: int = 8, chars: int = 4_000):
-        self.harness, self.completer, self.window, self.chars = harness, completer, window, chars
-        self.rejected = 0
-
-    def catch_up(self, session: Session) -> Session:
-        """The session with its unexplained turns accounted for, as far as the model's answers stand the checks."""
-        waiting = set(session.unexplained)
-        items = [m for m in session.memory if m.turn in waiting][::-1]
-        for start in range(0, len(items), self.window):
-            session = self._read(session, items[start : start + self.window])
-        return replace(session, unexplained=())
-
-    def _read(self, session: Session, items: Sequence[MemoryItem]) -> Session:
-        schema = "\n".join(f"{f.path}: {f.type}" for f in self.harness.worldbook.state_fields[:80])
-        turns = "\n".join(
-            f"turn {m.turn}: {m.action} {canonical_json(m.arguments)}\n{fenced(m.observation, self.chars)}"
-            for m in items
-        )
-        messages = [
-            {"role": "system", "content": TRACK},
-            {"role": "user", "content": f"# Declared state\n{neutral(schema)}\n\n# Turns\n{turns}"},
-        ]
-        answer = self.completer.complete(messages, max_tokens=4096, temperature=0.0)
-        data = parse_object(answer.text or "")
-        if data is None and len(items) > 1:
-            half = len(items) // 2
-            return self._read(self._read(session, items[:half]), items[half:])
-        state = session.state
-        for entry in (data or {}).get("mutations") or ():
-            try:
-                effect = R.from_json(R.StateMutation, entry, "mutation")
-                path = parse_path(effect.path) if isinstance(effect.path, str) else tuple(effect.path)
-                value = freeze(effect.value, closed=False)
-                problem = self.harness.worldbook.check_effect(effect.op, path, value)
-                if problem:
-                    raise R.RecordError(problem)
-                state = state.apply(effect.op, path, value if effect.op != "delete" else None, "tracked")
-            except (R.RecordError, StateError, TermError, TypeError):
-                self.rejected += 1
-        for text in (data or {}).get("uncertain_paths") or ():
-            try:
-                state = state.apply("forget", parse_path(str(text)), None, "uncertain")
-            except (StateError, TermError):
-                self.rejected += 1
-        notes = [str(n)[:300] for n in (data or {}).get("notes") or ()][:8]
-        if notes:
-            old = state.get(("epistemic", "notes"))
-            kept = old if isinstance(old, PMap) else PMap()
-            for n in notes:
-                kept = kept.set(str(len(kept)), n)
-            state = state.apply("set", ("epistemic", "notes"), kept, "tracked")
-        return session.with_state(state)

@@ -20,6 +20,7 @@ from envace_jax.worldbook.completer import BudgetExceeded, Completer, Completion
 from envace_jax.worldbook.harness import AgentRequest, Harness, HarnessConfig, Prediction
 from envace_jax.worldbook.retrieve import Retriever
 from envace_jax.worldbook.store import Worldbook
+from envace_jax.worldbook.tracker import StateTracker
 from envace_jax.worldbook.workspace import Session
 
 SYSTEMS = ("direct", "trace_rag", "static_worldbook", "harness_only", "full")
@@ -100,6 +101,8 @@ def _with_agent(
     )
     kind = LoopAgent if config.loop else SingleShotAgent
     harness.agent = kind(harness, retriever, completer, settings)
+    if harness.config.track_state:
+        harness.tracker = StateTracker(harness, completer)
     return harness
 
 

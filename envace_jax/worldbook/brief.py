@@ -10,7 +10,7 @@ from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.notation import describe, describe_condition
 from envace_jax.worldbook.records import TransitionRule
 from envace_jax.worldbook.retrieve import Retrieved, is_novelty
-from envace_jax.worldbook.state import freeze
+from envace_jax.worldbook.state import frozen_arguments
 from envace_jax.worldbook.store import Worldbook
 from envace_jax.worldbook.terms import Scope
 from envace_jax.worldbook.workspace import Session, summarize_state
@@ -119,20 +119,20 @@ def worldbook_sections(
             out.append(
                 f"# The action\n{neutral(found.action.name)} {canonical_json(spec)} {neutral(found.action.description)}"
             )
-        fields = [f"{f.path}: {f.type}" for f in book.state_fields[: limits.fields]]
+        fields = [f"{f.path}: {f.type}" for f in found.fields[: limits.fields]]
         if fields and limits.state:
             out.append("# Declared state\n" + neutral("\n".join(fields)))
     if "abstraction" in limits.content:
         if found.rules:
-            scope = Scope(session.state.root, freeze(dict(arguments)))
+            scope = Scope(session.state.root, frozen_arguments(arguments))
             table = book.compiled(0.0).get(book.canonical_names.get(name, name))
             lines = []
             for rule in found.rules:
                 applies = table.applicable(rule.id, scope) if table is not None and rule.templated else None
                 lines.append(rule_lines(rule, applies))
             out.append("# Rules\n" + "\n".join(lines))
-        if book.invariants:
-            out.append("# Constraints\n" + neutral("\n".join(i.description for i in book.invariants[:12])))
+        if found.invariants:
+            out.append("# Constraints\n" + neutral("\n".join(i.description for i in found.invariants[:12])))
         if found.notes:
             out.append("# Notes\n" + neutral("\n".join(f"- {n.statement[:400]} ({n.status})" for n in found.notes)))
         for contract, examples in found.contracts:

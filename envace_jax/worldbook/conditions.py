@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from envace_jax.worldbook.notation import TermError, operand
-from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, freeze, json_equal
+from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, freeze, truth_equal
 from envace_jax.worldbook.terms import Evaluate, Scope, compile_term, short
 
 Truth = bool | None
@@ -183,11 +183,9 @@ def _in_texts(left: Evaluate, texts: frozenset[str]) -> Test:
 
 
 def _same(a: Any, b: Any) -> Truth:
-    if a is ABSENT or b is ABSENT:
-        return a is b
     if type(a) is str and type(b) is str:
         return a == b
-    return json_equal(a, b)
+    return truth_equal(a, b)
 
 
 def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Truth]:
@@ -210,7 +208,8 @@ def _contains(a: Any, b: Any) -> Truth:
     if isinstance(a, str):
         return b in a if isinstance(b, str) else False
     if isinstance(a, tuple):
-        return any(json_equal(x, b) for x in a)
+        answers = [truth_equal(x, b) for x in a]
+        return True if True in answers else None if None in answers else False
     if isinstance(a, PMap):
         value = a.get(b) if isinstance(b, (str, int)) and not isinstance(b, bool) else ABSENT
         return None if value is UNKNOWN else value is not ABSENT

@@ -21,7 +21,7 @@ from envace_jax.worldbook.harness import Harness, HarnessConfig
 from envace_jax.worldbook.ingest import observation_value
 from envace_jax.worldbook.matching import match
 from envace_jax.worldbook.retrieve import is_novelty
-from envace_jax.worldbook.state import StateError, empty_state, freeze, json_equal
+from envace_jax.worldbook.state import StateError, empty_state, freeze, frozen_arguments, json_equal
 from envace_jax.worldbook.store import Worldbook
 from envace_jax.worldbook.terms import Scope
 from envace_jax.worldbook.workspace import Session, open_session
@@ -87,7 +87,7 @@ class ConsistencyWatch:
         name = self.harness.worldbook.canonical_names.get(call.name, call.name)
         value = observation_value(text)
         try:
-            args, out = freeze(call.arguments), freeze(value)
+            args, out = frozen_arguments(call.arguments), freeze(value)
         except StateError:
             return None
         here = Scope(session.state.advance().root, args, out)

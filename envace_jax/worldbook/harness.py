@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from envace_jax.worldbook.completer import in_parallel
 from envace_jax.worldbook.effects import EffectRunner, carry_out
 from envace_jax.worldbook.ingest import observation_value
 from envace_jax.worldbook.matching import implied_facts, match
-from envace_jax.worldbook.notation import TermError
+from envace_jax.worldbook.notation import TermError, template_term
 from envace_jax.worldbook.records import FAST_PATH_CONFIDENCE, StateMutation
 from envace_jax.worldbook.rulebook import ActionRules, Choice, CompiledRule, compile_invariant, normal_effect
-from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, State, StateError, freeze
+from envace_jax.worldbook.state import ABSENT, UNKNOWN, PMap, State, StateError, freeze, frozen_arguments, json_equal
 from envace_jax.worldbook.store import Worldbook
-from envace_jax.worldbook.terms import Scope
+from envace_jax.worldbook.terms import Scope, compile_term
 from envace_jax.worldbook.workspace import MemoryItem, Session
 
 
@@ -99,12 +100,23 @@ class HarnessStats:
     causes: dict[str, int] = field(default_factory=dict)
 
 
+class Tracker(Protocol):
+    """Accounts for observed turns that no rule explained (`envace_jax.worldbook.tracker.StateTracker`)."""
+
+    def catch_up(self, session: Session) -> Session: ...
+
+
 class Harness:
-    """Runs episodes in a worldbook. Without an agent, what rules do not settle stays unanswered (``source="none"``)."""
+    """Runs episodes in a worldbook. Without an agent, what rules do not settle stays unanswered (``source="none"``).
+
+    With a `tracker`, observed turns that no rule explained are read before a call that rules do not settle goes on to
+    the agent; where that makes a rule certain, the rule answers.
+    """
 
     def __init__(self, worldbook: Worldbook, agent: Agent | None = None, config: HarnessConfig | None = None):
         self.worldbook = worldbook
         self.agent = agent
+        self.tracker: Tracker | None = None
         self.config = config or HarnessConfig()
         self.stats = HarnessStats()
         floor = self.config.fast_path
@@ -112,6 +124,7 @@ class Harness:
         self._all: dict[str, ActionRules] = worldbook.compiled(0.0) if self.config.use_rules else {}
         self._invariants = [(i, compile_invariant(i)) for i in worldbook.invariants]
         self._names = worldbook.canonical_names
+        self._contracts = {name: c for c in reversed(worldbook.contracts) for name in c.action_types}
 
     # --- one step, many sessions
 
@@ -127,33 +140,58 @@ class Harness:
         """One step in each of several sessions: rules first, then one batch for the agent. Order is kept."""
         out: list[tuple[Session, StepResult] | None] = []
         asked: list[tuple[int, AgentRequest, State]] = []
-        names, fast = self._names, self._fast
         for session, name, arguments in calls:
-            name = names.get(name, name)
+            name = self._names.get(name, name)
+            arguments = dict(arguments)  # what the caller does with his own later changes no memory
             state = session.state.advance()
-            rules = fast.get(name)
-            try:
-                args = freeze(arguments)
-            except StateError:
-                rules, args = None, PMap()
-            choice = _NO_RULES if rules is None else rules.choose(Scope(state.root, args))
-            if choice.rule is not None:
-                done = self._commit_rule(session, state, name, arguments, choice)
-                if done is not None:
-                    out.append(done)
-                    continue
-                choice = _REFUSED
-            request = AgentRequest(session, name, dict(arguments), choice.cause, official[len(out)] if official else "")
-            asked.append((len(out), request, state))
-            out.append(None)
+            done, cause = self._by_rule(session, state, name, arguments)
+            if done is None:
+                request = AgentRequest(session, name, arguments, cause, official[len(out)] if official else "")
+                asked.append((len(out), request, state))
+            out.append(done)
         self.stats.steps += len(out)
+        if asked and self.tracker is not None:
+            asked = self._caught_up(self.tracker, asked, out)
         self.stats.by_rule += len(out) - len(asked)
         if asked:
             self._ask(asked, out)
         return [o for o in out if o is not None]
 
+    def _by_rule(
+        self, session: Session, state: State, name: str, arguments: dict[str, Any]
+    ) -> tuple[tuple[Session, StepResult] | None, str]:
+        """The step by rules, or None and why they do not settle it."""
+        rules = self._fast.get(name)
+        if rules is None:
+            return None, _NO_RULES.cause
+        choice = rules.choose(Scope(state.root, frozen_arguments(arguments)))
+        if choice.rule is None:
+            return None, choice.cause
+        done = self._commit_rule(session, state, name, arguments, choice)
+        return done, "" if done is not None else "refused"
+
+    def _caught_up(
+        self,
+        tracker: Tracker,
+        asked: list[tuple[int, AgentRequest, State]],
+        out: list[tuple[Session, StepResult] | None],
+    ) -> list[tuple[int, AgentRequest, State]]:
+        """What is still to be asked once the tracker has read the turns that no rule explained."""
+        late = [k for k, (_, request, _) in enumerate(asked) if request.session.unexplained]
+        read = in_parallel(tracker.catch_up, [asked[k][1].session for k in late], TRACKED_AT_A_TIME)
+        sessions = dict(zip(late, read))
+        left = []
+        for k, (index, request, state) in enumerate(asked):
+            if k in sessions:
+                state = sessions[k].state.advance()
+                out[index], cause = self._by_rule(sessions[k], state, request.name, request.arguments)
+                request = replace(request, session=sessions[k], cause=cause)
+            if out[index] is None:
+                left.append((index, request, state))
+        return left
+
     def _commit_rule(
-        self, session: Session, state: State, name: str, arguments: Mapping[str, Any], choice: Choice
+        self, session: Session, state: State, name: str, arguments: dict[str, Any], choice: Choice
     ) -> tuple[Session, StepResult] | None:
         rule = choice.rule
         assert rule is not None
@@ -164,7 +202,7 @@ class Harness:
             session.memory.length,
             "predicted",
             name,
-            arguments,  # type: ignore[arg-type]
+            arguments,
             choice.text,
             "rule",
             rule.rule.outcome,
@@ -206,7 +244,7 @@ class Harness:
             warnings = (*warnings, f"effects dropped: {reason}")
         elif self.config.track_state:
             after = carry_out(state, plan, "agent") or state
-        text = prediction.observation
+        text = prediction.observation if reason else self._rendered(request, state, after, prediction)
         item = MemoryItem(
             session.turn,
             "predicted",
@@ -241,7 +279,7 @@ class Harness:
     ) -> tuple[str, list[Any], tuple[str, ...]]:
         """(reason for rejection or "", planned effects, warnings) of a prediction in a state."""
         warnings: list[str] = []
-        scope = Scope(state.root, freeze(dict(arguments)), _frozen_text(prediction.observation))
+        scope = Scope(state.root, frozen_arguments(arguments), _frozen_text(prediction.observation))
         rules = self._all.get(name)
         covered: list[Any] = []
         for rule_id in prediction.rule_ids:
@@ -254,7 +292,10 @@ class Harness:
             rule = rules[rule_id]
             if rule.rule.outcome != prediction.outcome:
                 return f"outcome {prediction.outcome!r} differs from rule {rule_id!r}", [], ()
-            covered += rule.effects.plan(scope) or []
+            planned = rule.effects.plan(scope)
+            if planned is None:
+                return f"cites rule {rule_id!r}, whose effects cannot be worked out", [], ()
+            covered += planned
         try:
             effects = [normal_effect(e) for e in prediction.effects]
             plan = EffectRunner(effects).plan(scope)
@@ -266,6 +307,8 @@ class Harness:
             problem = self.worldbook.check_effect(op, path, value)
             if problem:
                 return problem, [], ()
+        if not _in_order([c[:3] for c in covered], [p[:3] for p in plan]):
+            return "effects differ from those of the cited rules, or their order does", [], ()
         if self.config.trust == "rules_only" and [p[:3] for p in plan] != [c[:3] for c in covered]:
             return "effects that no cited rule covers", [], ()
         if prediction.effects and not prediction.rule_ids:
@@ -276,7 +319,36 @@ class Harness:
         broken = self._broken(state, after)
         if broken:
             return f"breaks invariant {broken}", [], ()
+        contract = self._contracts.get(name)
+        if contract is not None and contract.content_type == "json" and prediction.outcome == "success":
+            value = observation_value(prediction.observation)
+            lacking = [f for f in contract.required_fields if not isinstance(value, dict) or f not in value]
+            if lacking and not self._render_of(name, prediction, scope):
+                return f"the answer lacks {', '.join(lacking[:5])}, which every answer of {name} has", [], ()
         return "", plan, tuple(warnings)
+
+    def _render_of(self, name: str, prediction: Prediction, scope: Scope) -> str:
+        """The observation of the only rule that the prediction cites, or an empty text."""
+        rules = self._all.get(name)
+        if rules is None or len(prediction.rule_ids) != 1:
+            return ""
+        choice = rules[prediction.rule_ids[0]].prepare(Scope(scope.root, scope.args))
+        return choice.text if choice.rule is not None else ""
+
+    def _rendered(self, request: AgentRequest, before: State, after: State, prediction: Prediction) -> str:
+        """The text of an accepted prediction: the template of its only rule, else its action's, else the agent's words.
+
+        Where the caller's own prompt speaks of the action, that decides the form, and the agent's words stand.
+        """
+        if request.name in request.official:
+            return prediction.observation
+        args = frozen_arguments(request.arguments)
+        text = self._render_of(request.name, prediction, Scope(before.root, args))
+        contract = self._contracts.get(request.name)
+        if not text and contract is not None and contract.template and prediction.outcome == "success":
+            value = compile_term(template_term(contract.template))(Scope(after.root, args))
+            text = value if isinstance(value, str) else ""
+        return text or prediction.observation
 
     def _broken(self, before: State, after: State) -> str:
         """The first error invariant that holds (or is not known) before and is false after."""
@@ -302,13 +374,14 @@ class Harness:
     def _absorb(self, session: Session, state: State, name: str, arguments: Mapping[str, Any], text: str) -> Session:
         rules = self._all.get(name)
         value = observation_value(text)
+        args = frozen_arguments(arguments)
         try:
-            args, out = freeze(dict(arguments)), freeze(value)
+            out = freeze(value)
         except StateError:
             return session.with_state(state.apply("forget", ("world",), None, "unreadable observation"))
         scope = Scope(state.root, args)
         choice = _NO_RULES if rules is None else rules.choose(scope)
-        if choice.rule is not None and _same_text(choice.text, text):
+        if choice.rule is not None and (_same_text(choice.text, text) or json_equal(choice.value, value)):
             after = carry_out(state, choice.plan, choice.rule.rule.id)
             if after is not None:
                 return session.with_state(after)
@@ -372,7 +445,7 @@ class Harness:
         rules = self._all.get(name)
         if rules is None or not rules.rules or self.worldbook.has_unexplained(name):
             return state.apply("forget", ("world",), None, f"{name}: unexplained")
-        scope = Scope(state.root, freeze(dict(arguments)), UNKNOWN)
+        scope = Scope(state.root, frozen_arguments(arguments), UNKNOWN)
         for rule in rules.rules:
             if rule.rule.effects:
                 state = rule.effects.forget(state, scope, f"{name}: unexplained")
@@ -380,7 +453,13 @@ class Harness:
 
 
 _NO_RULES = Choice(None, "no_rule")
-_REFUSED = Choice(None, "refused")
+TRACKED_AT_A_TIME = 8
+
+
+def _in_order(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether all that is wanted stands in what was found, in this order."""
+    rest = iter(found)
+    return all(any(item == other for other in rest) for item in wanted)
 
 
 def _same_text(a: str, b: str) -> bool:

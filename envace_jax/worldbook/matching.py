@@ -7,7 +7,7 @@ from typing import Any
 
 from envace_jax.worldbook.effects import concrete, dynamic_path
 from envace_jax.worldbook.notation import operand
-from envace_jax.worldbook.state import ABSENT, UNKNOWN, Path, StateError, freeze, json_equal, lookup, thaw
+from envace_jax.worldbook.state import ABSENT, UNKNOWN, Path, StateError, freeze, json_equal, lookup, truth_equal
 from envace_jax.worldbook.terms import Scope, compile_term
 
 Reveals = list[tuple[Path, Any]]
@@ -22,7 +22,7 @@ def match(term: Any, value: Any, scope: Scope, override: bool = False) -> Reveal
     if isinstance(term, dict):
         marks = [k for k in term if isinstance(k, str) and k.startswith("$")]
         if not marks:
-            if not isinstance(value, dict) or list(value) != list(term):
+            if not isinstance(value, dict) or value.keys() != term.keys():
                 return None
             return _together(match(t, value[k], scope, override) for k, t in term.items())
         if "$agree" in term:
@@ -50,14 +50,15 @@ def _leaf(term: Any, value: Any, scope: Scope, override: bool) -> Reveals | None
     except StateError:
         return None
     present = compile_term(term)(scope)
-    if present is not UNKNOWN and present is not ABSENT and json_equal(thaw(present), value):
+    agrees = truth_equal(present, seen)
+    if agrees:
         return []
     segments = dynamic_path(term)
-    if segments is not None and (present is UNKNOWN or override):
+    if segments is not None and (agrees is None or override):
         path = concrete(segments, scope)
         # A value inside a text is no reading; a whole value at a known place is.
         return [(path, seen)] if path is not None else []
-    return [] if present is UNKNOWN else None
+    return [] if agrees is None else None
 
 
 def _alternatives(terms: list[Any], value: Any, scope: Scope, override: bool) -> Reveals | None:

@@ -15,7 +15,7 @@ from envace_jax.worldbook.conditions import Test, compile_condition
 from envace_jax.worldbook.effects import EffectRunner
 from envace_jax.worldbook.notation import operand, parse_path, template_term
 from envace_jax.worldbook.records import Invariant, RecordError, StateField, StateMutation, TransitionRule, digest
-from envace_jax.worldbook.state import ABSENT, NAMESPACES, UNKNOWN, StateError, thaw
+from envace_jax.worldbook.state import ABSENT, NAMESPACES, UNKNOWN, StateError, is_whole, thaw
 from envace_jax.worldbook.terms import Scope, TermError, compile_term
 
 _UNSET = object()
@@ -51,7 +51,8 @@ class CompiledRule:
     def prepare(self, scope: Scope) -> Choice:
         """The observation and the planned effects, or the reason why an argument does not resolve."""
         value = UNKNOWN if self.render is None else self.render(scope)
-        if value is UNKNOWN or value is ABSENT:
+        # An entry of which a part was never observed is no answer: what is missing there is unknown, not absent.
+        if value is ABSENT or not is_whole(value):
             return Choice(None, "unresolved")
         scope.out = value
         plan = self.effects.plan(scope)
@@ -70,7 +71,10 @@ def normal_effect(effect: StateMutation) -> StateMutation:
         raise RecordError(f"effect path {str(effect.path)[:80]!r}: expected a path")
     if isinstance(value, str) and "{action.arguments." in value:
         value = template_term(value)
-    return StateMutation(effect.op, [_segment(s) for s in path], value, effect.delay_steps)
+    op, delay = effect.op, effect.delay_steps
+    if op == "schedule":  # setting something later
+        op, delay = "set", max(1, delay)
+    return StateMutation(op, [_segment(s) for s in path], value, delay)
 
 
 def _path_with_tokens(text: str) -> list[Any]:

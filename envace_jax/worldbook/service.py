@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from envace_jax.config import UserError
+from envace_jax.datasets.action_text import text_action
 from envace_jax.datasets.records import Task
-from envace_jax.datasets.traces import task_group, text_action
+from envace_jax.datasets.traces import task_group
 from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.harness import Harness, StepResult
 from envace_jax.worldbook.state import StateError
@@ -20,6 +21,7 @@ from envace_jax.worldbook.workspace import Session, open_session, summarize_stat
 UNANSWERED = "NO_WORLDBOOK_ANSWER"
 MAX_BODY = 1 << 20
 MAX_SESSIONS = 10_000
+READ_SECONDS = 60.0
 
 
 class WorldbookEnvironment:
@@ -99,22 +101,35 @@ def simulate(
     return session
 
 
+class _Slot:
+    """A session that is served, with the lock that keeps its steps in order."""
+
+    __slots__ = ("lock", "session")
+
+    def __init__(self, session: Session):
+        self.session = session
+        self.lock = threading.Lock()
+
+
 class WorldbookService:
     """The environment over HTTP, on the loopback interface unless told otherwise.
 
-    POST /reset {"initial_state"?, "group"?} → {"session"}; POST /step {"session", "name", "arguments"} →
-    {"observation", "source", "outcome"}; POST /fork {"session"} → {"session"}; POST /close {"session"};
-    GET /actions; GET /health. Sessions beyond 10,000 push out the oldest.
+    POST /reset {"initial_state"?, "group"?, "instruction"?} → {"session"}; POST /step {"session", "name",
+    "arguments"} → {"observation", "source", "outcome"}; POST /fork {"session"} → {"session"}; POST /close {"session"};
+    GET /actions; GET /health. Steps of one session come one after the other, those of others do not wait for them.
+    Sessions beyond 10,000 push out the one that has been idle for longest.
     """
 
     def __init__(self, harness: Harness, host: str = "127.0.0.1", port: int = 0):
         self.harness = harness
-        self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self.sessions: OrderedDict[str, _Slot] = OrderedDict()
         self._count = 0
         self._lock = threading.Lock()
         service = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = READ_SECONDS  # a client that sends nothing holds no thread for ever
+
             def do_POST(self) -> None:
                 service._handle(self, self._body())
 
@@ -124,7 +139,7 @@ class WorldbookService:
             def _body(self) -> Any:
                 try:
                     length = int(self.headers.get("Content-Length") or 0)
-                    if length > MAX_BODY:
+                    if not 0 <= length <= MAX_BODY:
                         return None
                     return json.loads(self.rfile.read(length) or b"{}")
                 except (ValueError, RecursionError):
@@ -160,8 +175,10 @@ class WorldbookService:
                 status, answer = 200, self._answer(handler.path, body)
             except KeyError as error:
                 status, answer = 404, {"error": f"not found: {str(error)[:100]}"}
-            except (UserError, StateError, TypeError, ValueError) as error:
+            except (UserError, StateError, TypeError, ValueError, RecursionError) as error:
                 status, answer = 400, {"error": str(error)[:300]}
+            except Exception as error:  # one request fails, with a word to whoever made it
+                status, answer = 500, {"error": f"{type(error).__name__}: {error}"[:300]}
         data = canonical_json(answer).encode()
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
@@ -176,24 +193,26 @@ class WorldbookService:
             return {"actions": [a.name for a in self.harness.worldbook.actions]}
         if path == "/reset":
             state = body.get("initial_state")
-            return {"session": self._keep(open_session(state, group=str(body.get("group") or "")))}
+            group, instruction = (str(body.get(name) or "") for name in ("group", "instruction"))
+            return {"session": self._keep(open_session(state, group=group, instruction=instruction))}
         if path not in ("/step", "/fork", "/close"):
             raise KeyError(path)
         with self._lock:
             key = str(body.get("session"))
-            session = self.sessions[key]
+            slot = self.sessions[key]
+            self.sessions.move_to_end(key)
             if path == "/close":
                 del self.sessions[key]
                 return {"closed": key}
-            if path == "/fork":
-                return {"session": self._put(session.fork())}
-            arguments = body.get("arguments", {})
-            if not isinstance(body.get("name"), str) or not isinstance(arguments, dict):
-                raise ValueError("expected name and arguments")
-            canonical_json(arguments)  # refuses NaN and infinity, which would stay in the session's memory
-            session, result = self.harness.step(session, body["name"], arguments)
-            self.sessions[key] = session
-            self.sessions.move_to_end(key)
+        if path == "/fork":
+            return {"session": self._keep(slot.session.fork())}
+        arguments = body.get("arguments", {})
+        if not isinstance(body.get("name"), str) or not isinstance(arguments, dict):
+            raise ValueError("expected name and arguments")
+        canonical_json(arguments)  # refuses NaN and infinity, which would stay in the session's memory
+        with slot.lock:
+            session, result = self.harness.step(slot.session, body["name"], arguments)
+            slot.session = session
         return {
             "observation": result.text,
             "source": result.source,
@@ -204,12 +223,9 @@ class WorldbookService:
 
     def _keep(self, session: Session) -> str:
         with self._lock:
-            return self._put(session)
-
-    def _put(self, session: Session) -> str:
-        self._count += 1
-        key = f"s{self._count}"
-        self.sessions[key] = session
-        while len(self.sessions) > MAX_SESSIONS:
-            self.sessions.popitem(last=False)
+            self._count += 1
+            key = f"s{self._count}"
+            self.sessions[key] = _Slot(session)
+            while len(self.sessions) > MAX_SESSIONS:
+                self.sessions.popitem(last=False)
         return key

@@ -61,7 +61,7 @@ class PMap:
     known: a key that is not there is then known to be absent. Order is that of first insertion, as in a dict.
     """
 
-    __slots__ = ("_base", "_complete", "_hash", "_limit", "_over", "_size", "closed")
+    __slots__ = ("_base", "_complete", "_hash", "_limit", "_over", "_size", "_whole", "closed")
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class PMap:
         self._limit = limit if limit is not None else max(16, math.isqrt(len(self._base)))
         self._hash: str | None = None
         self._complete: bool | None = None
+        self._whole: bool | None = None
 
     def get(self, key: Segment) -> Any:
         """The value, `ABSENT` (tombstone, or missing in a closed map) or `UNKNOWN`."""
@@ -140,6 +141,13 @@ class PMap:
             self._complete = self.closed and not any(v is UNKNOWN for _, v in self.raw_items())
         return self._complete
 
+    @property
+    def whole(self) -> bool:
+        """Whether everything in it is known, at this level and at every one below."""
+        if self._whole is None:
+            self._whole = self.complete and all(is_whole(v) for _, v in self.items())
+        return self._whole
+
     def keys(self) -> Iterator[Segment]:
         return (k for k, _ in self.items())
 
@@ -200,6 +208,16 @@ def freeze(value: Any, *, closed: bool = True, depth: int = 0) -> Any:
     if value is None or isinstance(value, (str, bool, int, float, PMap)) or value is ABSENT or value is UNKNOWN:
         return value
     raise StateError(f"{type(value).__name__} is not a JSON value")
+
+
+def frozen_arguments(arguments: Mapping[str, Any]) -> PMap:
+    """Arguments as rules read them; of arguments that no state can hold (too deep) nothing is known."""
+    try:
+        frozen = freeze(dict(arguments))
+    except StateError:
+        return PMap()
+    assert isinstance(frozen, PMap)
+    return frozen
 
 
 def thaw(value: Any) -> Any:
@@ -294,7 +312,10 @@ class State:
         due = [p for p in self.pending if p.due <= state.step]
         state = replace(state, pending=tuple(p for p in self.pending if p.due > state.step))
         for p in due:
-            state = state.apply(p.op, p.path, p.value, p.cause)
+            try:
+                state = state.apply(p.op, p.path, p.value, p.cause)
+            except StateError:  # what it was to act on has changed since: what is there now is not known
+                state = state.apply("forget", p.path, None, p.cause)
         return state
 
     def digest(self) -> str:
@@ -350,18 +371,55 @@ def lookup(node: Any, path: Iterable[Segment]) -> Any:
 
 
 def json_equal(a: Any, b: Any) -> bool:
-    """Equality of JSON values: a boolean is no number, 1 equals 1.0."""
+    """Equality of JSON values: a boolean is no number, 1 equals 1.0. A map not wholly known equals nothing."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return a == b
     if isinstance(a, PMap) or isinstance(b, PMap):
-        return isinstance(a, PMap) and isinstance(b, PMap) and a.digest() == b.digest()
+        return truth_equal(a, b) is True
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(json_equal(x, y) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(json_equal(v, b[k]) for k, v in a.items())
     return type(a) is type(b) and bool(a == b)
+
+
+def truth_equal(a: Any, b: Any) -> bool | None:
+    """Equality of state values as far as they are known: True, False, or None where what is unknown decides."""
+    if a is UNKNOWN or b is UNKNOWN:
+        return None
+    if a is ABSENT or b is ABSENT:
+        return a is b
+    if isinstance(a, PMap) and isinstance(b, PMap):
+        if a.whole and b.whole and a.digest() == b.digest():
+            return True
+        names = dict.fromkeys(k for m in (a, b) for k, _ in m.raw_items())
+        return _all_true((truth_equal(a.get(k), b.get(k)) for k in names), a.closed and b.closed)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and _all_true((truth_equal(x, y) for x, y in zip(a, b)), True)
+    if isinstance(a, PMap) or isinstance(b, PMap):
+        return False
+    return json_equal(a, b)
+
+
+def _all_true(answers: Iterable[bool | None], rest: bool) -> bool | None:
+    """False where one answer is; else None where one is, or where there may be more than was compared."""
+    unknown = not rest
+    for answer in answers:
+        if answer is False:
+            return False
+        unknown = unknown or answer is None
+    return None if unknown else True
+
+
+def is_whole(value: Any) -> bool:
+    """Whether nothing in a state value is unknown: no part of it could turn out to be more, or other, than it shows."""
+    if type(value) is PMap:
+        return value.whole
+    if type(value) is tuple:
+        return all(map(is_whole, value))
+    return value is not UNKNOWN
 
 
 def write(node: Any, path: Path, op: str, value: Any) -> Any:
@@ -375,17 +433,22 @@ def write(node: Any, path: Path, op: str, value: Any) -> Any:
     if len(path) > MAX_DEPTH:
         raise StateError(f"path deeper than {MAX_DEPTH} segments")
     head, rest = path[0], path[1:]
+    if op == "forget" and not isinstance(node, PMap) and not (isinstance(node, tuple) and _in_list(node, head)):
+        return UNKNOWN  # whether there is now something that this can lie below is not known either
     if isinstance(node, tuple):
-        if not isinstance(head, int) or not 0 <= head < len(node):
+        if not _in_list(node, head):
             raise StateError(f"no element {head!r} in a list of {len(node)}")
-        return (*node[:head], write(node[head], rest, op, value), *node[head + 1 :])
-    if op == "forget" and (node is ABSENT or node is UNKNOWN):
-        return UNKNOWN  # what may now lie below something that was not there: whether it is there is not known either
+        at = int(head)
+        return (*node[:at], write(node[at], rest, op, value), *node[at + 1 :])
     if not isinstance(node, PMap):
         if node is not ABSENT and node is not UNKNOWN:
             raise StateError(f"segment {head!r} lies below a {type(node).__name__}")
         node = PMap()
     return node.set(head, write(node.get(head), rest, op, value))
+
+
+def _in_list(node: tuple[Any, ...], head: Segment) -> bool:
+    return isinstance(head, int) and not isinstance(head, bool) and 0 <= head < len(node)
 
 
 def _operate(old: Any, op: str, value: Any) -> Any:

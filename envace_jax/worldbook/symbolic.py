@@ -38,7 +38,7 @@ from envace_jax.worldbook.ingest import Transition, align, usable_prefix
 from envace_jax.worldbook.matching import implied
 from envace_jax.worldbook.records import RecordError, StateMutation, TransitionRule, short_id
 from envace_jax.worldbook.rulebook import check_rule
-from envace_jax.worldbook.state import State, StateError, freeze, lookup, state_from_json
+from envace_jax.worldbook.state import State, StateError, freeze, frozen_arguments, lookup, state_from_json
 from envace_jax.worldbook.terms import Scope, compile_term
 
 LONGEST = 8_000  # characters of an observation that rules may give
@@ -97,7 +97,8 @@ def induce_rules(episodes: Sequence[TraceEpisode], max_samples: int = 20_000) ->
         samples = []
         for at, t in enumerate(usable_prefix(align(episode)[0])):
             steps[t.id] = t
-            samples.append(Sample(len(states), at, t.id, t.name, freeze(t.arguments), t.value, t.text, state.root))
+            args = frozen_arguments(t.arguments)
+            samples.append(Sample(len(states), at, t.id, t.name, args, t.value, t.text, state.root))
         if samples:
             by_episode[len(states)] = samples
             states.append(state)

@@ -27,6 +27,7 @@ from envace_jax.worldbook.state import (
     Segment,
     StateError,
     freeze,
+    is_whole,
     json_equal,
     lookup,
     thaw,
@@ -246,7 +247,7 @@ def _round(value: Any) -> Evaluate:
 
 
 def text_of(value: Any) -> str:
-    """How a scalar stands inside a text: strings as they are, the rest as JSON."""
+    """How a value stands inside a text: strings as they are, the rest as JSON."""
     if type(value) is str:
         return value
     return str(value) if type(value) is int else json.dumps(thaw(value), ensure_ascii=False)
@@ -261,7 +262,7 @@ def _concat(value: Any) -> Evaluate:
         out = []
         for part in parts:
             item = part(scope)
-            if item is UNKNOWN or item is ABSENT:
+            if item is ABSENT or not is_whole(item):
                 return UNKNOWN
             out.append(item if type(item) is str else text_of(item))
         return "".join(out)
@@ -276,7 +277,7 @@ def _pad(value: Any) -> Evaluate:
 
     def evaluate(scope: Scope) -> Any:
         item = part(scope)
-        return UNKNOWN if item is UNKNOWN or item is ABSENT else text_of(item).zfill(width)
+        return UNKNOWN if item is ABSENT or not is_whole(item) else text_of(item).zfill(width)
 
     return evaluate
 
@@ -286,7 +287,9 @@ def _text(value: Any) -> Evaluate:
 
     def evaluate(scope: Scope) -> Any:
         item = part(scope)
-        return item if item is UNKNOWN or item is ABSENT or type(item) is str else text_of(item)
+        if item is ABSENT or type(item) is str:
+            return item
+        return text_of(item) if is_whole(item) else UNKNOWN
 
     return evaluate
 

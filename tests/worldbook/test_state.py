@@ -89,6 +89,9 @@ CONDITIONS = [
     {"some": {"in": {"$state": ["world", "orders"]}, "where": [IS_X]}},
     {"every": {"in": {"$state": ["world", "orders"]}, "where": [IS_X]}},
     {"left": {"$count": {"$state": ["world", "orders"]}}, "op": "eq", "right": 0},
+    {"left": {"$state": ["world", "orders", "7"]}, "op": "eq", "right": {"$state": ["world", "last"]}},
+    {"left": {"$state": ["world", "orders", "7"]}, "op": "ne", "right": {"$state": ["world", "other"]}},
+    {"left": {"$state": ["world", "last"]}, "op": "in", "right": {"$state": ["world", "list"]}},
 ]  # fmt: skip
 
 
@@ -134,11 +137,13 @@ def test_what_is_known_to_be_absent_is_decided() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["set", "forget"]), st.integers(0, 5)), max_size=8))
 def test_knowing_more_never_turns_a_decided_condition_over(steps: list[tuple[str, int]]) -> None:
     """Three-valued answers are monotone: an answer on a partly known state holds on every way to fill it in."""
-    full = state_from_json({"orders": {"7": {"status": "paid", "total": 5}}, "flag": False})
+    last, other = {"status": "paid", "total": 5}, {"status": "paid"}
+    state = {"orders": {"7": last}, "flag": False, "last": last, "other": other, "list": [other, last]}
+    full = state_from_json(state)
     partial = full
     for _, n in steps:
         path = [("world", "orders", "7", "status"), ("world", "orders", "7", "total"), ("world", "flag"),
-                ("world", "orders", "7"), ("world", "orders"), ("world",)][n]  # fmt: skip
+                ("world", "orders", "7"), ("world", "last", "total"), ("world", "other", "status")][n]  # fmt: skip
         partial = partial.apply("forget", path)
     args = freeze({"order": "7"})
     for condition in CONDITIONS:
@@ -149,6 +154,10 @@ def test_knowing_more_never_turns_a_decided_condition_over(steps: list[tuple[str
 
 def test_forgetting_below_what_is_not_there_makes_no_phantom() -> None:
     known = state_from_json({"orders": {"8": {"status": "paid"}}})
+    # Nor does forgetting ever fail: a place that a scalar or a list bars may be anything, the bar included.
+    barred = state_from_json({"a": "x", "l": [1]})
+    for path in (("world", "a", "b", "c"), ("world", "l", "b"), ("world", "l", 5, "b")):
+        assert barred.apply("forget", path).get(path[:2]) is UNKNOWN
     hazy = known.apply("forget", ("world", "orders", "9", "status"))
     assert hazy.get(("world", "orders", "9")) is UNKNOWN and len(hazy.get(("world", "orders"))) == 1
     count = compile_term({"$count": {"$state": ["world", "orders"]}})
