@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,9 @@ class WorldbookGrounding:
             raise UserError(f"worldbook grounding: state={state!r}: expected tracked, full or none")
         self.book = book
         self.retriever = Retriever(book, identity)
-        self.harness = Harness(book, None, HarnessConfig())
+        # Harnesses by the rules that a group may not see: for most groups there are none.
+        self._harnesses = {frozenset[str](): Harness(book, None, HarnessConfig())}
+        self._hidden: dict[str, frozenset[str]] = {}
         self.hint, self.state, self.chars = hint, state, chars
         self.cache = RetrievalCache(cache)
         self._sessions = RetrievalCache(cache)
@@ -78,11 +81,24 @@ class WorldbookGrounding:
             initial = task.meta.get("initial_state") if self.state == "full" else None
             instruction = task.user_turns[0] if task.user_turns else ""
             return open_session(initial, group=task_group(task), instruction=instruction)
-        return self._sessions.get((task.uuid, tuple(turns)), lambda: self._after(task, turns))
+        harness = self.harness_for(task_group(task))
+        done = next((n for n in range(len(turns), 0, -1) if (task.uuid, tuple(turns[:n])) in self._sessions), 0)
+        session = self._sessions.peek((task.uuid, tuple(turns[:done]))) if done else self.session(task, ())
+        for n in range(done, len(turns)):
+            name, arguments, text = turns[n]
+            session = harness.observe(session, name, json.loads(arguments), text)
+            self._sessions.put((task.uuid, tuple(turns[: n + 1])), session)
+        return session
 
-    def _after(self, task: Task, turns: Sequence[tuple[str, str, str]]) -> Session:
-        name, arguments, text = turns[-1]
-        return self.harness.observe(self.session(task, turns[:-1]), name, json.loads(arguments), text)
+    def harness_for(self, group: str) -> Harness:
+        """The harness of a group: rules that rest on it or state what it alone showed do nothing there."""
+        if group not in self._hidden:
+            rules = self.book.rules
+            self._hidden[group] = frozenset(r.id for r in rules if not self.retriever.rule_visible(r, group))
+        hidden = self._hidden[group]
+        if hidden not in self._harnesses:
+            self._harnesses[hidden] = Harness(without_rules(self.book, hidden), None, HarnessConfig())
+        return self._harnesses[hidden]
 
     def _notes(self, task: Task, turns: Sequence[tuple[str, str, str]], call: ToolCall) -> tuple[str, ...]:
         session = self.session(task, turns)
@@ -94,9 +110,8 @@ class WorldbookGrounding:
             notes.append("# State as tracked (what is not listed is unknown, not absent)\n" + fenced(known, 1_600))
         notes += worldbook_sections(self.book, session, call.name, dict(call.arguments), found, self.limits)
         if self.hint:
-            _, result = self.harness.step(session, call.name, call.arguments)
-            rule = next((r for r in self.book.rules if r.id == result.rule_id), None)
-            if result.source == "rule" and rule is not None and self.retriever.rule_visible(rule, group):
+            _, result = self.harness_for(group).step(session, call.name, call.arguments)
+            if result.source == "rule":
                 notes.insert(0, f"# A rule answers\n{result.text}")
         out: list[str] = []
         room = self.chars
@@ -106,6 +121,20 @@ class WorldbookGrounding:
             out.append(clip(note, room))
             room -= len(note)
         return tuple(out)
+
+
+def without_rules(book: Worldbook, hidden: frozenset[str]) -> Worldbook:
+    """The worldbook with some rules put aside: what they explained is explained by none."""
+    aside = [r for r in book.rules if r.id in hidden]
+    unexplained = {**book.artifacts.get("unexplained", {})}
+    for rule in aside:
+        unexplained[rule.action_type] = unexplained.get(rule.action_type, 0) + 1
+    return replace(
+        book,
+        rules=tuple(r for r in book.rules if r.id not in hidden),
+        candidates=(*book.candidates, *aside),
+        artifacts={**book.artifacts, "unexplained": unexplained},
+    )
 
 
 def episode_turns(state: Any) -> tuple[tuple[str, str, str], ...]:

@@ -11,7 +11,8 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from envace_jax.text.transcript import canonical_json
@@ -208,6 +209,8 @@ class Retrieved:
     demonstrations: tuple[tuple[Any, str], ...] = ()
     contracts: tuple[tuple[Any, tuple[str, ...]], ...] = ()
     action: Any = None
+    invariants: tuple[Any, ...] = ()
+    fields: tuple[Any, ...] = ()
 
     @property
     def abstain(self) -> bool:
@@ -238,6 +241,12 @@ def rule_constants(rule: Any) -> set[str]:
     if rule.observation_template:
         out.add(rule.observation_template)
     return out
+
+
+def shown_rule(rule: Any) -> str:
+    """A rule as its readers see it: without the lists of values seen, and without whatever it was described by."""
+    conditions = tuple(c for c in rule.conditions if not is_novelty(c))
+    return rule_text(replace(rule, conditions=conditions, description=""))
 
 
 def is_novelty(condition: Any) -> bool:
@@ -276,6 +285,7 @@ class Retriever:
         self._note_by_id = {n.id: n for n in book.notes}
         self._names: dict[str, frozenset[str]] = {}
         self._text_groups: dict[str, frozenset[str]] = {}
+        self._rule_words: dict[str, frozenset[str]] = {}
         self._episode_names: dict[str, set[str]] = defaultdict(set)
         owners: dict[str, set[str]] = defaultdict(set)
         for e in book.evidence:
@@ -289,12 +299,48 @@ class Retriever:
         """The trajectory groups that provenance points to."""
         return frozenset(self.group_of.get(s.episode_id, "") for s in sources)
 
+    @cached_property
+    def _sole_owners(self) -> dict[str, str]:
+        """Words that recorded calls and answers of one group alone contain, each with that group."""
+        out: dict[str, str] = {}
+        for e in self.book.evidence:
+            for word in set(_WORD.findall(f"{canonical_json(e.arguments)}\n{e.observation}".lower())):
+                if out.setdefault(word, e.group) != e.group:
+                    out[word] = ""
+        return {word: group for word, group in out.items() if group}
+
+    def told_elsewhere(self, text: str, exclude: str) -> bool:
+        """Whether a text holds no word that the excluded group alone showed."""
+        return not exclude or all(self._sole_owners.get(w) != exclude for w in _WORD.findall(text.lower()))
+
+    def item_visible(self, item: Any, text: str, exclude: str) -> bool:
+        """Whether a note, an invariant or the like may be shown to the excluded group: it does not rest on that group
+        alone, nor does it say what that group alone showed."""
+        if not exclude:
+            return True
+        return not self.groups(item.provenance) <= frozenset([exclude]) and self.told_elsewhere(text, exclude)
+
+    def visible_fields(self, exclude: str) -> tuple[Any, ...]:
+        """Declared places of the state whose names the excluded group does not alone know."""
+        return tuple(f for f in self.book.state_fields if self.told_elsewhere(f.path, exclude))
+
+    def visible_action(self, name: str, exclude: str) -> Any:
+        """An action's schema, its description left out where it says what the excluded group alone showed; or None."""
+        action = next((a for a in self.book.actions if a.name == name), None)
+        if action is None or self.told_elsewhere(action.description, exclude):
+            return action
+        return replace(action, description="")
+
     def rule_visible(self, rule: Any, exclude: str) -> bool:
-        """Whether a rule may be shown to the excluded group: it does not rest on that group alone, and every text that
-        it contains was also observed in another group."""
+        """Whether a rule may be shown to the excluded group: it does not rest on that group alone, every text that it
+        contains was also observed in another group, and it names nothing that only that group showed."""
         if not exclude:
             return True
         if self.groups(rule.provenance) <= frozenset([exclude]):
+            return False
+        if rule.id not in self._rule_words:
+            self._rule_words[rule.id] = frozenset(_WORD.findall(shown_rule(rule).lower()))
+        if any(self._sole_owners.get(w) == exclude for w in self._rule_words[rule.id]):
             return False
         for text in rule_constants(rule):
             if text not in self._text_groups:
@@ -352,7 +398,7 @@ class Retriever:
         found_notes = [
             self._note_by_id[d.id]
             for d, _ in self._notes.search(words, 4 * notes)
-            if not exclude or not d.groups <= frozenset([exclude])
+            if self.item_visible(self._note_by_id[d.id], self._note_by_id[d.id].statement, exclude)
         ]
         known = shown | self.names_of(canonical_json(arguments))
         demos = [
@@ -361,18 +407,27 @@ class Retriever:
             if d.action.get("type") == name and (not exclude or d.group != exclude)
         ][:demonstrations]
         contracts = [
-            (c, self._examples(c, exclude, known, documented))
+            (self._contract(c, exclude), self._examples(c, exclude, known, documented))
             for c in book.contracts
             if name in c.action_types and not (exclude and self.groups(c.provenance) <= frozenset([exclude]))
         ]
-        action = next((a for a in book.actions if a.name == name), None)
         return Retrieved(
             tuple(gated[:similar]),
             tuple(chosen_rules[:rules]),
             tuple(found_notes[:notes]),
             tuple(demos),
             tuple(contracts),
-            action,
+            self.visible_action(name, exclude),
+            tuple(i for i in book.invariants if self.item_visible(i, i.description, exclude)),
+            self.visible_fields(exclude),
+        )
+
+    def _contract(self, contract: Any, exclude: str) -> Any:
+        """A contract without the words of the excluded group alone."""
+        return replace(
+            contract,
+            required_fields=tuple(f for f in contract.required_fields if self.told_elsewhere(f, exclude)),
+            instructions=contract.instructions if self.told_elsewhere(contract.instructions, exclude) else "",
         )
 
     def _examples(self, contract: Any, exclude: str, known: frozenset[str], documented: bool) -> tuple[str, ...]:
@@ -382,6 +437,8 @@ class Retriever:
         out = []
         for example in contract.examples:
             if exclude and any(e.group == exclude and e.observation[:400] == example[:400] for e in self.book.evidence):
+                continue
+            if not self.told_elsewhere(example, exclude):
                 continue
             out.append(sanitize(example, known) if self.gate else example)
         return tuple(out[:3])
@@ -427,12 +484,15 @@ class Retriever:
                 out.append({"id": d.id, "kind": "evidence", "text": d.text[:400]})
         if not kinds or "rule" in kinds:
             for r in self.book.rules:
-                text = rule_text(r)
+                text = shown_rule(r)
+                if self.told_elsewhere(r.description, exclude):
+                    text = f"{r.description}\n{text}".strip()
                 if self.rule_visible(r, exclude) and set(tokens(text + " " + r.action_type)) & set(words):
                     out.append({"id": r.id, "kind": "rule", "text": text[:400]})
         if not kinds or "note" in kinds:
             for d, _ in self._notes.search(words, limit):
-                if not exclude or not d.groups <= frozenset([exclude]):
+                note = self._note_by_id[d.id]
+                if self.item_visible(note, note.statement, exclude):
                     out.append({"id": d.id, "kind": "note", "text": d.text[:400]})
         return out[: max(1, min(limit, 25))]
 
@@ -447,12 +507,23 @@ class RetrievalCache:
     _entries: dict[Any, Any] = field(default_factory=dict)
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The entry, made if it is not there."""
         if key in self._entries:
             self.hits += 1
             return self._entries[key]
         self.misses += 1
-        value = make()
-        if len(self._entries) >= self.size:
-            del self._entries[next(iter(self._entries))]
+        return self.put(key, make())
+
+    def put(self, key: Any, value: Any) -> Any:
+        """Keep an entry, the oldest ones making room."""
+        while len(self._entries) >= self.size:
+            self._entries.pop(next(iter(self._entries)), None)  # another thread may have been faster
         self._entries[key] = value
         return value
+
+    def peek(self, key: Any) -> Any:
+        """An entry that is there."""
+        return self._entries[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._entries
