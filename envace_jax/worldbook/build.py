@@ -31,6 +31,7 @@ from envace_jax.worldbook.compile import (
     with_confidence,
 )
 from envace_jax.worldbook.completer import CallLog, Completer
+from envace_jax.worldbook.criteria import tried_invariants
 from envace_jax.worldbook.ingest import Flag, Transition, align
 from envace_jax.worldbook.state import state_from_json
 from envace_jax.worldbook.store import Worldbook, save_worldbook
@@ -59,6 +60,10 @@ class BuildConfig:
     parallel: int = 8
     seed: int = 0
 
+    def settings(self) -> dict[str, Any]:
+        """What the outcome depends on. Limits on calls are left out: a build that met one goes on under another."""
+        return {k: v for k, v in asdict(self).items() if k not in ("max_calls", "max_cost", "parallel")}
+
 
 @dataclass
 class BuildReport:
@@ -71,6 +76,7 @@ class BuildReport:
     rules: int = 0
     candidates: int = 0
     model_calls: int = 0
+    earlier_calls: int = 0  # of starts that were stopped, whose answers were used again
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -85,8 +91,9 @@ class Stages:
         self.log = log
         marker = folder / "config.digest"
         if folder.exists() and (not marker.is_file() or marker.read_text() != config_digest):
-            log(f"{folder}: left by a build with other settings: starting anew")
-            shutil.rmtree(folder)
+            log(f"{folder}: left by a build with other settings: starting anew, answers to equal questions are kept")
+            for file in folder.glob("*.json"):
+                file.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(marker, config_digest)
 
@@ -126,9 +133,10 @@ def load_episodes(
     report = TraceReport()
     episodes: list[TraceEpisode] = []
     sources = []
+    seen: dict[str, str] = {}
     held = 0
     for path in map(Path, paths):
-        for episode in read_traces(path, form=form, on_bad=on_bad, report=report):
+        for episode in read_traces(path, form=form, on_bad=on_bad, report=report, seen=seen):
             if episode.split != "train":
                 message = f"{path}: trace {episode.episode_id[:80]} is of split {episode.split!r}, not train"
                 if on_bad == "stop":
@@ -182,7 +190,7 @@ def build_worldbook(
     config = config or BuildConfig()
     report = report if report is not None else BuildReport()
     report.traces = len(episodes)
-    stages = Stages(work, R.digest(asdict(config)), log) if work is not None else None
+    stages = Stages(work, R.digest(config.settings()), log) if work is not None else None
     transitions, kept = _align_all(episodes, report)
     log(f"aligned {len(transitions)} transitions of {len(kept)} traces, {len(report.flags)} flags")
     tools = _tools(episodes)
@@ -226,11 +234,17 @@ def build_worldbook(
             )
         finally:
             calls.close()
-            report.model_calls, report.cost = calls.calls, calls.cost
+            report.model_calls, report.earlier_calls = calls.calls, calls.before
+            report.cost = calls.cost + calls.before_cost
             report.prompt_tokens, report.completion_tokens = calls.prompt_tokens, calls.completion_tokens
             report.unknown_items = len(unresolved)
         claims = replace(claims, rules=_confirmed(claims, kept, held, transitions))
     claims, rejected = reconcile(claims, transitions)
+    kept_invariants, refuted_invariants = tried_invariants(
+        claims.invariants, replace(_trial(claims.rules, shape, transitions, {}), state_fields=claims.state_fields), kept
+    )
+    claims = replace(claims, invariants=kept_invariants)
+    rejected += refuted_invariants
     book = compile_worldbook(
         claims,
         transitions,
@@ -242,7 +256,7 @@ def build_worldbook(
             *unresolved,
         ),
         rejected=tuple(rejected),
-        config=asdict(config),
+        config=config.settings(),
         artifacts={
             "stages": ["align", "extract", "schema", "contrast", "induce", "falsify", "contracts", "notes",
                        "demonstrations", "reconcile", "compile"],
@@ -287,7 +301,8 @@ def _tools(episodes: Sequence[TraceEpisode]) -> list[dict[str, Any]]:
     """Tool documents that the traces carry, first ones first, one for each name."""
     found: dict[str, dict[str, Any]] = {}
     for episode in episodes:
-        for tool in episode.metadata.get("tools") or ():
+        tools = episode.metadata.get("tools")
+        for tool in tools if isinstance(tools, list) else ():
             if isinstance(tool, dict):
                 function = tool.get("function", tool)
                 if isinstance(function, dict) and isinstance(function.get("name"), str):
@@ -397,5 +412,10 @@ def _episode_line(e: TraceEpisode) -> dict[str, Any]:
         "environment": e.environment,
         "events": len(e.events),
         "explicit_state": e.initial_state is not None,
-        "sha256": R.digest([[v.actor, v.kind, v.content] for v in e.events]),
+        "sha256": episode_digest(e),
     }
+
+
+def episode_digest(episode: TraceEpisode) -> str:
+    """What was said and done in an episode as a digest, whatever its name and group."""
+    return R.digest([[v.actor, v.kind, v.content] for v in episode.events])

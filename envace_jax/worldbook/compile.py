@@ -10,11 +10,12 @@ from typing import Any
 from envace_jax.datasets.traces import TraceEpisode
 from envace_jax.worldbook import records as R
 from envace_jax.worldbook.columns import Shape
+from envace_jax.worldbook.criteria import executable
 from envace_jax.worldbook.harness import Harness, HarnessConfig
 from envace_jax.worldbook.ingest import Transition, align, usable_prefix
 from envace_jax.worldbook.notation import describe, format_path
 from envace_jax.worldbook.rulebook import check_rule, normal_effect
-from envace_jax.worldbook.state import freeze
+from envace_jax.worldbook.state import frozen_arguments
 from envace_jax.worldbook.store import EvidenceItem, Worldbook
 from envace_jax.worldbook.symbolic import is_failure
 from envace_jax.worldbook.terms import Scope
@@ -40,9 +41,10 @@ def observed_actions(
     docs = {f["name"]: f for tool in tools if isinstance(f := tool.get("function", tool), dict) and "name" in f}
     out = []
     for name in sorted(set(uses) | set(docs)):
-        parameters = docs.get(name, {}).get("parameters") or {}
-        properties = parameters.get("properties") or {}
-        required = set(parameters.get("required") or ())
+        # Documents are a trace's words: what is not of the form says nothing.
+        parameters = _of(dict, docs.get(name, {}).get("parameters"))
+        properties = _of(dict, parameters.get("properties"))
+        required = {r for r in _of(list, parameters.get("required")) if isinstance(r, str)}
         specs = {}
         for key in dict.fromkeys([*properties, *arguments[name]]):
             kinds = arguments[name][key]
@@ -53,10 +55,14 @@ def observed_actions(
                 str(doc.get("type") or seen) if not isinstance(doc.get("type"), list) else "any",
                 key in required or (not parameters and sum(kinds.values()) == uses[name]),
                 str(doc.get("description") or ""),
-                tuple(doc.get("enum") or ()),
+                tuple(_of(list, doc.get("enum"))),
             )
         out.append(R.ActionSpec(name, str(docs.get(name, {}).get("description") or ""), specs))
     return tuple(out)
+
+
+def _of(kind: type, value: Any) -> Any:
+    return value if isinstance(value, kind) else kind()
 
 
 def json_kind(value: Any) -> str:
@@ -260,7 +266,7 @@ def try_each_rule(book: Worldbook, episodes: Iterable[TraceEpisode]) -> ReplayCo
             rules = table.get(t.name)
             root = session.state.advance().root
             for rule in rules.rules if rules is not None else ():
-                scope = Scope(root, freeze(t.arguments))
+                scope = Scope(root, frozen_arguments(t.arguments))
                 assert rules is not None
                 if rules.applicable(rule.rule.id, scope) is not True:
                     continue
@@ -385,25 +391,6 @@ def _placeholder(template: str) -> bool:
     return low.startswith(("<", "[")) and low.endswith((">", "]")) and " " in low and "{" not in low
 
 
-def executable(rule: R.TransitionRule, book: Worldbook) -> str:
-    """Why a rule may not run, or an empty text."""
-    if rule.status != "supported":
-        return f"status {rule.status}"
-    if not rule.templated:
-        return "no observation template"
-    if rule.confidence < R.EXECUTABLE_CONFIDENCE:
-        return f"confidence {rule.confidence:.2f} is below {R.EXECUTABLE_CONFIDENCE}"
-    if not any(p.event_ids for p in rule.provenance):
-        return "no citation of an observed event"
-    for effect in rule.effects:
-        path = ["*" if isinstance(s, dict) else s for s in normal_effect(effect).path]
-        literal = not isinstance(effect.value, (dict, list))
-        problem = book.check_effect(effect.op, path, effect.value if literal and effect.op == "set" else None)
-        if problem and effect.op != "merge":
-            return problem
-    return ""
-
-
 def compile_worldbook(
     claims: Claims,
     transitions: Sequence[Transition],
@@ -413,8 +400,9 @@ def compile_worldbook(
     evidence = tuple(evidence_item(t) for t in transitions)
     draft = Worldbook(state_fields=claims.state_fields, actions=claims.actions)
     rules, candidates, unresolved = [], [], []
+    environments = frozenset(str(e.get("environment", "")) for e in fields.get("episodes", ()))
     for rule in claims.rules:
-        reason = executable(rule, draft)
+        reason = executable(rule, draft, environments)
         if reason:
             candidates.append(rule)
             unresolved.append({"kind": "rule", "id": rule.id, "action": rule.action_type, "reason": reason})

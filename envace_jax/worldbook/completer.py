@@ -87,7 +87,7 @@ class ScriptedCompleter:
         return Completion(self.default, len(prompt) // 4, len(self.default) // 4)
 
 
-class EndpointFailure(RuntimeError):
+class EndpointFailure(UserError):
     """The endpoint gave no answer; the message names the cause."""
 
 
@@ -113,7 +113,11 @@ class EndpointCompleter:
 
 
 class CallLog:
-    """Asks a completer at most once for each item and prompt, within a budget, and remembers the answers on disk."""
+    """Asks a completer at most once for each item and prompt, within a budget, and remembers the answers on disk.
+
+    The budget is that of the whole build: what earlier starts spent, as the file tells, counts. `calls`, `cost` and the
+    tokens are those of this start, `before` (calls) and `before_cost` those of earlier ones.
+    """
 
     def __init__(
         self,
@@ -125,8 +129,8 @@ class CallLog:
     ):
         self.completer = completer
         self.max_calls, self.max_cost, self.log = max_calls, max_cost, log
-        self.calls = self.reused = self.prompt_tokens = self.completion_tokens = 0
-        self.cost = 0.0
+        self.calls = self.reused = self.prompt_tokens = self.completion_tokens = self.before = 0
+        self.cost = self.before_cost = 0.0
         self._known: dict[str, str] = {}
         self._lock = threading.Lock()
         self._file = None
@@ -142,6 +146,8 @@ class CallLog:
                 try:
                     entry = json.loads(line)
                     self._known[entry["key"]] = entry["text"]
+                    self.before += 1
+                    self.before_cost += float(entry.get("cost", 0.0))
                 except (ValueError, RecursionError, KeyError, TypeError):
                     continue  # the line that a kill cut off: asked again
         # A cut-off last line must not swallow the next one.
@@ -171,20 +177,23 @@ class CallLog:
             if key in self._known:
                 self.reused += 1
                 return self._known[key]
-            if self.calls >= self.max_calls or (self.max_cost and self.cost >= self.max_cost):
+            calls, cost = self.before + self.calls, self.before_cost + self.cost
+            if calls >= self.max_calls or (self.max_cost and cost >= self.max_cost):
                 raise BudgetExceeded(
-                    f"{stage}: the budget is used up after {self.calls} calls (cost {self.cost:.4f}): "
+                    f"{stage}: the budget is used up after {calls} calls (cost {cost:.4f}): "
                     "start again with a larger one, answered items are kept"
                 )
             self.calls += 1
         answer = self.completer.complete(messages, max_tokens=max_tokens, temperature=temperature, schema=schema)
         with self._lock:
             self._known[key] = answer.text
+            cost = float(getattr(answer, "cost", 0.0) or 0.0)
             self.prompt_tokens += answer.prompt_tokens
             self.completion_tokens += answer.completion_tokens
-            self.cost += float(getattr(answer, "cost", 0.0) or 0.0)
+            self.cost += cost
             if self._file is not None:
-                self._file.write(canonical_json({"stage": stage, "item": item, "key": key, "text": answer.text}) + "\n")
+                entry = {"stage": stage, "item": item, "key": key, "text": answer.text, "cost": cost}
+                self._file.write(canonical_json(entry) + "\n")
                 self._file.flush()
                 os.fsync(self._file.fileno())
         return answer.text
@@ -196,9 +205,13 @@ class CallLog:
 
 
 def in_parallel(work: Callable[[T], U], items: Iterable[T], limit: int) -> list[U]:
-    """Results in the order of the items, at most ``limit`` at a time; the first error is raised."""
+    """Results in the order of the items, at most ``limit`` at a time; the first error is raised, and what has not begun
+    by then does not begin."""
     items = list(items)
     if limit <= 1 or len(items) <= 1:
         return [work(i) for i in items]
-    with ThreadPoolExecutor(max_workers=limit) as pool:
+    pool = ThreadPoolExecutor(max_workers=limit)
+    try:
         return list(pool.map(work, items))
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -164,7 +164,7 @@ def language_stages(
 def _spent(calls: CallLog) -> str:
     return (
         f"{calls.calls} calls, {calls.reused} reused, {calls.prompt_tokens + calls.completion_tokens} tokens, "
-        f"cost {calls.cost:.4f}"
+        f"cost {calls.before_cost + calls.cost:.4f}"
     )
 
 
@@ -208,7 +208,13 @@ def _extract(t: Transition, texts: dict[str, Any], domain: str, calls: CallLog) 
         found = R.from_json(R.TransitionEvidence, fields, "answer")
         for effect in found.mutations:
             parse_path(effect.path) if isinstance(effect.path, str) else format_path(_literal(effect.path))
-        return replace(found, confidence=R.Confidence(float(confidence), rationale), provenance=(t.source(),))
+        # Facts rest on this transition and on nothing that the model may name.
+        cited = [tuple(replace(f, provenance=(t.source(),)) for f in facts)
+                 for facts in (found.preconditions, found.observation_facts)]  # fmt: skip
+        sure = R.Confidence(float(confidence), rationale)
+        return replace(
+            found, preconditions=cited[0], observation_facts=cited[1], confidence=sure, provenance=(t.source(),)
+        )
 
     evidence, problem = ask_json(calls, "extract", t.id, text, decode, max_tokens=4096)
     if evidence is None:
@@ -277,7 +283,7 @@ def _schema(
     jobs = list(enumerate(_batches(lines)))
     problems = []
     actions = {a.name: a for a in claims.actions}
-    fields = {f.path: f for f in claims.state_fields}
+    fields = {parse_path(f.path): f for f in claims.state_fields}
     for (number, _), (found, problem) in zip(jobs, in_parallel(one, jobs, parallel)):
         if found is None:
             problems.append((f"batch {number}", problem))
@@ -293,8 +299,9 @@ def _schema(
             )
         for f in found[1]:
             # What was seen decides the type; the model adds meaning, and places that code did not see.
-            old_field = fields.get(f.path)
-            fields[f.path] = replace(old_field, description=f.description) if old_field is not None else f
+            path = parse_path(f.path)
+            old_field = fields.get(path)
+            fields[path] = replace(old_field, description=f.description) if old_field is not None else f
     return replace(claims, actions=tuple(actions.values()), state_fields=tuple(fields.values())), problems
 
 

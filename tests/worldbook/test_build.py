@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,21 @@ from envace_jax.worldbook import records as R
 from envace_jax.worldbook.baselines import CopyingCompleter, SystemConfig, make_system
 from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
 from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
-from envace_jax.worldbook.completer import BudgetExceeded, Completion, ScriptedCompleter
+from envace_jax.worldbook.completer import (
+    BudgetExceeded,
+    Completion,
+    EndpointFailure,
+    ScriptedCompleter,
+    in_parallel,
+)
 from envace_jax.worldbook.patch import apply_patch
 from envace_jax.worldbook.service import WorldbookEnvironment, simulate
 from envace_jax.worldbook.store import Worldbook, load_worldbook, save_worldbook, verify_folder
 from envace_jax.worldbook.symbolic import induce_rules
 
-EXTRACT = json.dumps({"outcome": "unknown", "confidence": 0.4, "mutations": [], "observation_facts": []})
+MADE_UP = [{"source_id": "x", "event_ids": ["made up"]}]
+FACT = {"subject": "world.accounts", "predicate": "exists", "provenance": MADE_UP}
+EXTRACT = json.dumps({"outcome": "unknown", "confidence": 0.4, "mutations": [], "preconditions": [FACT]})
 
 
 def script(episodes: Sequence[TraceEpisode]) -> dict[str, Any]:
@@ -46,7 +55,14 @@ def script(episodes: Sequence[TraceEpisode]) -> dict[str, Any]:
         # A rule that is wrong, and one that is not well formed, are proposed as well.
         cited = rules[0]["evidence"] if rules else []
         false = {"conditions": [], "outcome": "success", "render": {"made": "up"}, "evidence": cited}
-        text = json.dumps({"rules": [*rules, false], "invariants": []})
+        # An invariant that the traces bear out, and one that they refute.
+        entries = {"in": {"$state": ["world", "accounts"]}}
+        invariants = [
+            {"description": text, "severity": "error", "evidence": cited,
+             "condition": {"every": {**entries, "where": [{"left": {"$entry": ["balance"]}, "op": op, "right": 0}]}}}
+            for text, op in (("no overdraft", "gte"), ("all are in debt", "lt"))
+        ] if name == "withdraw" else []  # fmt: skip
+        text = json.dumps({"rules": [*rules, false], "invariants": invariants})
         answers.append({"contains": ["stage: rules", f"item: {name}\n"], "texts": [text]})
         answers.append({"contains": ["stage: revise", f"item: {name}\n"], "texts": ['{"rules": []}']})
     answers += [
@@ -141,15 +157,21 @@ def test_the_whole_chain_from_bfcl_traces_with_a_scripted_model() -> None:
 
 
 def test_what_was_observed_wins_over_what_the_model_says(modelled: Worldbook) -> None:
-    (field,) = [f for f in modelled.state_fields if f.path == "world.accounts[\"*\"].balance"] or [
-        f for f in modelled.state_fields if f.path.endswith("balance")
-    ]  # fmt: skip
-    assert field.type in ("integer", "string")
+    # The model calls a balance a text and writes its path in another form: one place, as observed, with its meaning.
+    (field,) = [f for f in modelled.state_fields if f.path.endswith("balance")]
+    assert field.type == "integer" and field.description == "in cents" and field.path == 'world.accounts["*"].balance'
     withdraw = next(a for a in modelled.actions if a.name == "withdraw")
     assert withdraw.description == "Take money out." and withdraw.aliases == ("take",)  # deposit is an action itself
     assert all("nowhere" not in c.required_fields for c in modelled.contracts)
     (note,) = modelled.notes
     assert note.status == "untested"  # it cites nothing
+    # What a fact rests on is said by code.
+    (fact,) = modelled.local[0].preconditions
+    assert fact.subject == "world.accounts" and fact.provenance == modelled.local[0].provenance
+    (kept,) = modelled.invariants
+    assert kept.description == "no overdraft" and kept.severity == "error"
+    (gone,) = [r for r in modelled.rejected if r["kind"] == "invariant"]
+    assert "does not hold after" in gone["reason"]
 
 
 def test_malformed_output_gets_two_repairs_and_then_is_an_explicit_unknown(
@@ -202,21 +224,59 @@ def test_a_killed_build_goes_on_at_the_item(
     assert len(rest.asked) == len(whole.asked) - 40 == report.model_calls
 
 
-def test_a_budget_stops_the_build_and_keeps_what_was_answered(
+def test_a_budget_stops_the_build_and_a_larger_one_goes_on_with_what_was_answered(
     tmp_path: Path, traces: list[TraceEpisode], scripted: dict[str, Any]
 ) -> None:
     few = traces[:10]
     config = replace(CONFIG, folds=0, parallel=1)
-    report = BuildReport()
-    with pytest.raises(BudgetExceeded, match="after 25 calls"):
-        build_worldbook(
-            few,
-            config=replace(config, max_calls=25),
-            completer=ScriptedCompleter(script=scripted),
-            work=tmp_path / "w",
-            report=report,
-        )
-    assert report.model_calls == 25 and report.prompt_tokens > 0
+    whole = ScriptedCompleter(script=scripted)
+    expected = build_worldbook(few, config=config, completer=whole)
+
+    def start(model: Any, **limits: Any) -> tuple[Worldbook | None, BuildReport]:
+        report = BuildReport()
+        try:
+            book = build_worldbook(
+                few, config=replace(config, **limits), completer=model, work=tmp_path / "w", report=report
+            )
+        except BudgetExceeded as error:
+            assert "start again with a larger one" in str(error)
+            return None, report
+        return book, report
+
+    class Priced(ScriptedCompleter):
+        def complete(self, messages: Any, **options: Any) -> Completion:
+            return replace(super().complete(messages, **options), cost=0.5)
+
+    first = start(Priced(script=scripted), max_calls=25)
+    assert first[0] is None and first[1].model_calls == 25 and first[1].prompt_tokens > 0
+    # The budget is the whole build's: the same one again buys nothing.
+    again = start(Priced(script=scripted), max_calls=25)
+    assert again[0] is None and again[1].model_calls == 0 and again[1].earlier_calls == 25
+    assert start(Priced(script=scripted), max_cost=12.0)[1].model_calls == 0  # 25 calls cost 12.5
+    rest = Priced(script=scripted)
+    book, report = start(rest, max_calls=10_000, parallel=2)
+    assert book is not None and book.digest == expected.digest
+    assert len(rest.asked) == len(whole.asked) - 25 == report.model_calls and report.cost == len(whole.asked) / 2
+    # Other settings begin anew, but no paid answer is thrown away.
+    third = Priced(script=scripted)
+    build_worldbook(few, config=replace(config, seed=1), completer=third, work=tmp_path / "w")
+    assert not third.asked
+
+
+@pytest.mark.quick
+def test_an_endpoint_that_fails_stops_the_build_in_one_line_and_asks_no_more() -> None:
+    asked = []
+
+    def work(k: int) -> int:
+        asked.append(k)
+        if k == 0:
+            raise EndpointFailure("timeout: no answer")
+        time.sleep(0.01)
+        return k
+
+    with pytest.raises(UserError, match="no answer"):
+        in_parallel(work, range(1_000), 2)
+    assert len(asked) < 500
 
 
 @pytest.mark.quick
