@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
-from envace_jax.datasets.traces import TraceEpisode, text_action
+from envace_jax.datasets.action_text import text_action
+from envace_jax.datasets.traces import TraceEpisode
 from envace_jax.evaluation.fidelity import Pair, compare
 from envace_jax.evaluation.stats import cluster_bootstrap, paired_cluster_bootstrap
 from envace_jax.json_files import parse, read_bytes
@@ -259,18 +260,44 @@ def difference(a: Results, b: Results, metric: str, resamples: int = 10_000) -> 
 
 
 def results_table(results: Sequence[Results], metric: str, resamples: int = 10_000) -> str:
-    """One line a system and one column a domain, with the row mean and its interval, as Markdown."""
+    """One line a system: its mean in each domain, the mean of those, the row mean with its interval, and how many rows
+    were excluded (NaN: nothing to grade), as Markdown."""
     domains = sorted({r.domain for result in results for r in result.rows})
-    lines = [f"| {metric} | " + " | ".join(domains) + " | all rows (95% interval) |", "|---" * (len(domains) + 2) + "|"]
+    heads = [metric, *domains, "mean of domains", "all rows (95% interval)", "excluded"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for result in results:
         cell = result.table(resamples)[metric]
         if cell is None:
-            lines.append(f"| {result.system} |" + " – |" * (len(domains) + 1))
+            lines.append(f"| {result.system} |" + " – |" * (len(domains) + 2) + f" {len(result.rows)} |")
             continue
         cells = [f"{cell['domains'][d]:.3f}" if d in cell["domains"] else "–" for d in domains]
         whole = f"{cell['mean']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
-        lines.append(f"| {result.system} | " + " | ".join([*cells, whole]) + " |")
+        excluded = str(sum(math.isnan(v) for v in result.scores[metric]))
+        cells += [f"{cell['domain_mean']:.3f}", whole, excluded]
+        lines.append(f"| {result.system} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def differences_table(results: Sequence[Results], metric: str, resamples: int = 10_000) -> str:
+    """The last system less each other one, on the rows valid in both, with intervals over trajectories, as Markdown."""
+    last = results[-1]
+    lines = [f"| {metric}: {last.system} less … | difference (95% interval) | rows |", "|---|---|---|"]
+    for result in results[:-1]:
+        try:
+            d = difference(last, result, metric, resamples)
+        except ValueError:  # no row is valid in both
+            lines.append(f"| {result.system} | – | 0 |")
+            continue
+        lines.append(f"| {result.system} | {d['mean']:+.3f} ({d['low']:.3f} to {d['high']:.3f}) | {d['rows']} |")
+    return "\n".join(lines)
+
+
+def joined(parts: Sequence[Results]) -> Results:
+    """Results of one system on several sets of rows (folds) as results on all of them."""
+    scores = {metric: [v for p in parts for v in p.scores[metric]] for metric in parts[0].scores}
+    rows = [row for p in parts for row in p.rows]
+    sources = [source for p in parts for source in p.sources]
+    return Results(parts[0].system, rows, scores, sources, sum(p.failed for p in parts))
 
 
 # --- the five-dimension judge ----------------------------------------------------------------------------------
@@ -287,6 +314,26 @@ history), realism (what is open is plausible), quality (overall use to the agent
 Reason first, then end with
 <final_evaluation>{"strengths": TEXT, "weaknesses": TEXT, "scores": {"format": N, "factuality": N, "consistency": N, \
 "realism": N, "quality": N}}</final_evaluation>"""
+
+CONTENT_CLASSES = {
+    "terminal": "Terminal: what the commands determine is exact; file contents and metadata that were there before and "
+    "run-time output (times, process ids) need only be plausible.",
+    "swe": "Software engineering: what the code and the commands determine is exact; what was never shown of the "
+    "repository need only be plausible.",
+    "mcp": "Tools: objective facts are exact, quantities that change may be 10 to 20 percent off.",
+    "search": "Search: the facts that an answer needs are exact, wording and ranking need only be plausible.",
+    "web": "Web: what the action changes on the page is exact; what was never shown of it need only be plausible.",
+    "android": "Phone: the screen that the action leads to is exact; content never shown need only be plausible.",
+    "os": "Desktop: the state that the action leads to is exact; content never shown need only be plausible.",
+}
+"""What counts as determined, by domain (the first word of a row's domain); other domains go by the general text."""
+
+
+def judge_system(domain: str) -> str:
+    """The judge's system prompt for a domain."""
+    words = re.findall(r"[a-z]+", domain.lower())
+    return "\n\n".join([JUDGE, *(CONTENT_CLASSES[w] for w in words[:1] if w in CONTENT_CLASSES)])
+
 
 _FINAL = re.compile(r"<final_evaluation>(.*?)</final_evaluation>", re.S)
 
@@ -320,7 +367,7 @@ def judge_rows(
             f"# History\n{fenced(history, 40_000)}\n\n# Action\n{fenced(action, 8_000)}\n\n"
             f"# Simulated answer\n{fenced(answer.text, 20_000)}\n\n# True answer\n{fenced(row.truth, 20_000)}"
         )
-        messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": text}]
+        messages = [{"role": "system", "content": judge_system(row.domain)}, {"role": "user", "content": text}]
         for _ in range(tries):
             try:
                 grade = parse_grade(completer.complete(messages, max_tokens=32_768, temperature=0.6).text or "")

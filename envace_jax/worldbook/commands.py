@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -17,10 +16,18 @@ from envace_jax.datasets.traces import read_traces
 from envace_jax.json_files import read_json, read_text
 from envace_jax.options import number, whole
 from envace_jax.text.transcript import canonical_json
-from envace_jax.worldbook.baselines import CONTENT, SYSTEMS, CopyingCompleter, SystemConfig, make_system
-from envace_jax.worldbook.build import BuildConfig, BuildReport, build_worldbook, load_episodes, write_build
+from envace_jax.worldbook import compare
+from envace_jax.worldbook.baselines import SYSTEMS, SystemConfig, make_system
+from envace_jax.worldbook.build import (
+    BuildConfig,
+    BuildReport,
+    build_worldbook,
+    episode_digest,
+    load_episodes,
+    write_build,
+)
+from envace_jax.worldbook.compare import add_model, make_completer
 from envace_jax.worldbook.compile import diff_worldbooks, replay_rules
-from envace_jax.worldbook.completer import Completer, EndpointCompleter, ScriptedCompleter
 from envace_jax.worldbook.harness import Harness
 from envace_jax.worldbook.patch import apply_patch, read_patch
 from envace_jax.worldbook.records import EXECUTABLE_CONFIDENCE, FAST_PATH_CONFIDENCE
@@ -51,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--parallel", type=whole(1), default=8, help="model calls at a time")
     build.add_argument("--price", type=number(0), nargs=2, default=(0.0, 0.0), metavar=("IN", "OUT"),
                        help="price of a million prompt and completion tokens")  # fmt: skip
-    _add_model(build)
+    add_model(build)
 
     show = commands.add_parser("show", help="what is in a worldbook, or one action or item of it")
     show.add_argument("worldbook")
@@ -77,41 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("--no_state", action="store_true", help="without the explicit initial states")
     again.add_argument("--promote", default="", help="write a validated worldbook there if all cases pass")
 
-    versus = commands.add_parser("compare", help="next-observation scores of several systems, in one table")
-    versus.add_argument("worldbook")
-    versus.add_argument("--traces", nargs="+", default=[], help="held-out traces")
-    versus.add_argument("--rows", default="", help="or rows in the AgentWorldBench format")
-    versus.add_argument("--form", default=None)
-    versus.add_argument(
-        "--systems",
-        nargs="+",
-        default=["rules", *SYSTEMS],
-        choices=["rules", *SYSTEMS],
-        help="rules alone, or systems with a model",
-    )
-    versus.add_argument(
-        "--metric",
-        nargs="+",
-        default=["json_equal", "outcome"],
-        choices=("answered", "exact", "normalised", "json_equal", "leaf_f1", "word_f1", "outcome"),
-        help="scores to show",
-    )
-    versus.add_argument("--judge", default="", metavar="URL", help="endpoint of a judge that grades answers")
-    versus.add_argument("--judge_model", default="", help="its model")
-    versus.add_argument("--limit", type=whole(0), default=0, help="at most so many rows, spread over all (0: all)")
-    versus.add_argument("--content", default="full", choices=sorted(CONTENT), help="ablation: tier of the worldbook")
-    versus.add_argument("--single_shot", action="store_true", help="ablation: no tool loop")
-    versus.add_argument("--no_state", action="store_true", help="ablation: no tracked state and no rules")
-    versus.add_argument("--copying", action="store_true", help="a deterministic stand-in for the model that copies")
-    versus.add_argument(
-        "--rehearse",
-        default="",
-        metavar="CONFIG",
-        help="a configuration whose policy's REHEARSE answers in place of a chat model",
-    )
-    versus.add_argument("--resamples", type=whole(1), default=10_000)
-    versus.add_argument("--out", default="", help="write every row's scores there as JSON lines")
-    _add_model(versus)
+    compare.add_arguments(commands)
 
     run = commands.add_parser("simulate", help="a session at the terminal, or an HTTP service")
     run.add_argument("worldbook")
@@ -120,27 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--single_shot", action="store_true", help="one generation a call instead of the tool loop")
     run.add_argument("--port", type=whole(0, 65535), default=-1, help="serve HTTP there instead (0: any free port)")
     run.add_argument("--verbose", action="store_true", help="say where each answer comes from")
-    _add_model(run)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--endpoint", default="", help="address of an OpenAI-compatible endpoint")
-    parser.add_argument("--model", default="", help="its model")
-    parser.add_argument("--api_key_env", default="OPENAI_API_KEY", help="environment variable that holds its key")
-    parser.add_argument("--script", default="", help="JSON file of scripted answers in place of an endpoint")
-
-
-def make_completer(args: argparse.Namespace) -> Completer | None:
-    """The model that the options name: an endpoint, a script, or none."""
-    if args.script:
-        return ScriptedCompleter(args.script)
-    if not args.endpoint:
-        return None
-    from envace_jax.endpoint import Endpoint, EndpointSettings
-
-    settings = EndpointSettings(args.endpoint, args.model, args.api_key_env)
-    price = getattr(args, "price", (0.0, 0.0))
-    return EndpointCompleter(Endpoint(settings), price_in=price[0], price_out=price[1])
+    add_model(run)
 
 
 def run_worldbook(args: argparse.Namespace) -> int:
@@ -152,7 +105,7 @@ def run_worldbook(args: argparse.Namespace) -> int:
         "verify": run_worldbook_verify,
         "patch": run_worldbook_patch,
         "replay": run_worldbook_replay,
-        "compare": run_worldbook_compare,
+        "compare": compare.run_worldbook_compare,
         "simulate": run_worldbook_simulate,
     }
     return runners[args.worldbook_command](args)
@@ -193,7 +146,8 @@ def run_worldbook_build(args: argparse.Namespace) -> int:
     )
     if report.model_calls:
         print(
-            f"model: {report.model_calls} calls, {report.prompt_tokens} + {report.completion_tokens} tokens, "
+            f"model: {report.model_calls} calls ({report.earlier_calls} in earlier starts), "
+            f"{report.prompt_tokens} + {report.completion_tokens} tokens, "
             f"cost {report.cost:.4f}, {report.unknown_items} items unknown"
         )
     print(f"worldbook: {out}")
@@ -265,12 +219,14 @@ def run_worldbook_patch(args: argparse.Namespace) -> int:
 
 def run_worldbook_replay(args: argparse.Namespace) -> int:
     """Replay traces; status 1 where a rule answered wrongly. ``--promote`` is the replay gate: all cases pass, no trace
-    of the build among them, every rule of the floor exercised."""
+    of the build among them, every executable rule exercised."""
     book = load_worldbook(args.worldbook)
     episodes = [e for path in args.traces for e in read_traces(path, form=args.form)]
     built = {e["sha256"] for e in book.episodes} | {e["trajectory_group"] for e in book.episodes}
-    overlap = [e.episode_id for e in episodes if e.group in built]
-    count = replay_rules(book, episodes, floor=args.floor, with_state=not args.no_state)
+    overlap = [e.episode_id for e in episodes if e.group in built or episode_digest(e) in built]
+    # The gate asks for every rule that may run, however sure it is.
+    floor = min(args.floor, EXECUTABLE_CONFIDENCE) if args.promote else args.floor
+    count = replay_rules(book, episodes, floor=floor, with_state=not args.no_state)
     figures = count.to_json()
     n = max(1, count.transitions)
     print(
@@ -284,9 +240,9 @@ def run_worldbook_replay(args: argparse.Namespace) -> int:
     if overlap:
         print(f"{len(overlap)} traces are of groups that the worldbook was built from, {overlap[0]} first")
     if args.promote:
-        rules = [r for r in book.rules if r.confidence >= max(args.floor, EXECUTABLE_CONFIDENCE)]
-        idle = [r.id for r in rules if not count.right[r.id]]
+        idle = [r.id for r in book.rules if not count.right[r.id]]
         reasons = [
+            *(["no trace has a transition"] if not count.transitions else []),
             *(["a rule answered wrongly"] if figures["wrong"] else []),
             *(["traces of the build are among the cases"] if overlap else []),
             *([f"{len(idle)} rules were not exercised, {idle[0]} first"] if idle else []),
@@ -300,70 +256,14 @@ def run_worldbook_replay(args: argparse.Namespace) -> int:
     return 1 if figures["wrong"] else 0
 
 
-def run_worldbook_compare(args: argparse.Namespace) -> int:
-    """Score systems on the same rows; each line is labelled with the system and with what stood in for its model."""
-    from envace_jax.evaluation import next_observation as evaluation
-
-    book = load_worldbook(args.worldbook)
-    rows = evaluation.read_rows(args.rows) if args.rows else []
-    for path in args.traces:
-        rows += evaluation.rows_from_episodes(read_traces(path, form=args.form))
-    if not rows:
-        raise UserError("nothing to score: give --traces or --rows")
-    if args.limit and len(rows) > args.limit:
-        rows = rows[:: -(-len(rows) // args.limit)]
-    leaks = evaluation.leakage_audit(book, rows)
-    if leaks:
-        print(
-            f"{len(leaks)} of {len(rows)} rows are known to the worldbook, {leaks[0]['row']} ({leaks[0]['kind']}) first"
-        )
-    model = _compared_model(args)
-    judge = None
-    if args.judge:
-        from envace_jax.endpoint import Endpoint, EndpointSettings
-
-        judge = EndpointCompleter(Endpoint(EndpointSettings(args.judge, args.judge_model, args.api_key_env)))
-    label = getattr(model, "name", "") or args.model or ("script" if args.script else "no model")
-    results = []
-    for name in args.systems:
-        if name == "rules":
-            system, title = make_system(book, None, SystemConfig()), "rules alone (no model)"
-        else:
-            if model is None:
-                raise UserError(f"--systems {name}: needs a model: --endpoint, --script, --rehearse or --copying")
-            config = SystemConfig(name, args.content, not args.single_shot, not args.no_state)
-            title = f"{name} ({label})"
-            system = make_system(book, model, config) if hasattr(model, "complete") else model.system(book, config)
-        results.append(evaluation.evaluate_system(title, system, rows, judge))
-        print(f"{title}: {len(rows) - results[-1].failed} of {len(rows)} rows answered", flush=True)
-    for metric in [*args.metric, *(["judge"] if judge is not None else [])]:
-        print("\n" + evaluation.results_table(results, metric, args.resamples))
-    if args.out:
-        with Path(args.out).open("w", encoding="utf-8") as file:
-            for result in results:
-                for i, row in enumerate(rows):
-                    line = {"system": result.system, "row": row.id, "trajectory": row.trajectory,
-                            "source": result.sources[i],
-                            **{m: None if math.isnan(v[i]) else v[i] for m, v in result.scores.items()}}  # fmt: skip
-                    file.write(canonical_json(line) + "\n")
-    return 0
-
-
-def _compared_model(args: argparse.Namespace) -> Any:
-    """What answers in the compared systems: a completer, or a policy's REHEARSE; None for rules alone."""
-    if args.rehearse:
-        from envace_jax.evaluation.rehearse_agent import RehearseModel
-
-        return RehearseModel(args.rehearse)
-    return CopyingCompleter() if args.copying else make_completer(args)
-
-
 def run_worldbook_simulate(args: argparse.Namespace, lines: Iterable[str] | None = None) -> int:
     """A session at the terminal (actions from standard input), or the HTTP service."""
     book = load_worldbook(args.worldbook)
     config = SystemConfig(system=args.system, loop=not args.single_shot)
     harness: Harness = make_system(book, make_completer(args), config)
     if args.port >= 0:
+        if args.state:
+            raise UserError("--state: of a session at the terminal; a client of the service gives it to /reset")
         service = WorldbookService(harness, port=args.port)
         print(f"serving {service.address} (POST /reset, /step, /fork, /close)", flush=True)
         try:
