@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EvidenceItem:
-    """A recorded transition as retrieval sees it; ``shown`` holds the texts that stood before it in its episode."""
+    """A recorded transition as retrieval sees it."""
 
     id: str
     episode_id: str
