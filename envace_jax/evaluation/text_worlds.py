@@ -21,6 +21,7 @@ from envace_jax.datasets.records import Task
 
 SCREEN_BYTES = 40_000
 MAX_WAIT = 30.0
+SEND_SECONDS = 1.0  # for typing, however short the wait
 PROMPT = "sim$ "
 CONTINUATION = "> "
 
@@ -88,8 +89,8 @@ class TerminalEnvironment:
         os.close(slave)
         fcntl.fcntl(self._screen, fcntl.F_SETFL, os.O_NONBLOCK)
         shown = self._read(2.0, until_prompt=True)
-        self._send("stty -echoctl; bind 'set enable-bracketed-paste off' 2>/dev/null\n")
-        self._read(2.0, until_prompt=True)
+        out = self._send("stty -echoctl; bind 'set enable-bracketed-paste off' 2>/dev/null\n", 2.0)
+        self._read(2.0, until_prompt=True, out=out)
         return shown
 
     def step(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -102,18 +103,30 @@ class TerminalEnvironment:
         if self.process is None or self.process.poll() is not None:
             return {"error": "the shell has ended"}
         self.typed.append({"keystrokes": keystrokes, "duration": duration})
-        self._send(keystrokes)
-        return self._read(float(duration), until_prompt=keystrokes.endswith("\n")).replace("\r\n", "\n")
+        out = self._send(keystrokes, float(duration))
+        return self._read(float(duration), until_prompt=keystrokes.endswith("\n"), out=out).replace("\r\n", "\n")
 
-    def _send(self, text: str) -> None:
-        data = text.encode("utf-8", "replace")
-        while data:
-            with contextlib.suppress(BlockingIOError):
-                data = data[os.write(self._screen, data) :]
+    def _send(self, text: str, seconds: float) -> bytes:
+        """Types a text, and says what appeared meanwhile. A program that does not read takes no more than the terminal
+        holds: what it has not taken within the time is lost."""
+        data, out = text.encode("utf-8", "replace"), b""
+        end = time.monotonic() + max(seconds, SEND_SECONDS)
+        while data and time.monotonic() < end:
+            # What is typed is echoed, so typing goes on only while the screen is read.
+            ready, free, _ = select.select([self._screen], [self._screen], [], 0.05)
+            try:
+                if ready:
+                    out = (out + os.read(self._screen, 65_536))[-4 * SCREEN_BYTES :]
+                if free:
+                    data = data[os.write(self._screen, data[:4_096]) :]
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # the shell has ended
+                break
+        return out
 
-    def _read(self, duration: float, until_prompt: bool) -> str:
-        """What appears within the time; with a finished line, no longer than until the prompt is back."""
-        out = b""
+    def _read(self, duration: float, until_prompt: bool, out: bytes = b"") -> str:
+        """What appears within the time, after `out`; with a finished line, no longer than until the prompt is back."""
         end = time.monotonic() + duration
         while (left := end - time.monotonic()) > 0 or not out:
             ready, _, _ = select.select([self._screen], [], [], max(0.0, min(left, 0.05)))

@@ -116,6 +116,10 @@ def test_the_terminal_answers_waits_continues_and_forgets() -> None:
         if terminal.isolated:
             seen = terminal.step("keys", {"keystrokes": "cat /proc/net/dev | tail -n +3 | wc -l\n", "duration": 5.0})
             assert "\n1" in seen  # loopback alone
+        # A program that does not read takes what the terminal holds, and the step ends all the same.
+        terminal.step("keys", {"keystrokes": "sleep 20\n", "duration": 0.1})
+        assert isinstance(terminal.step("keys", {"keystrokes": "x" * 9 + "\n" * 90_000, "duration": 0.1}), str)
+        terminal.typed = terminal.typed[:-2]
         fork = terminal.fork()
         assert fork.state_hash() == terminal.state_hash() and fork.folder != folder
         fork.close()
