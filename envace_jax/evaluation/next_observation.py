@@ -24,6 +24,7 @@ from envace_jax.evaluation.fidelity import Pair, compare
 from envace_jax.evaluation.stats import cluster_bootstrap, paired_cluster_bootstrap
 from envace_jax.json_files import parse, read_bytes
 from envace_jax.text.tool_calls import after_thinking
+from envace_jax.text.transcript import canonical_json
 from envace_jax.worldbook.agent import parse_object
 from envace_jax.worldbook.brief import fenced
 from envace_jax.worldbook.completer import BudgetExceeded, Completer, in_parallel
@@ -85,18 +86,19 @@ def row_from_record(record: Any, where: str) -> Row:
     prompts, responses = record["prompt"], record["response"]
     if not isinstance(prompts, list) or not isinstance(responses, list) or not isinstance(record["turn_idx"], int):
         raise UserError(f"{where}: prompt and response must be lists, turn_idx a number")
-    current, turn = str(record["current_prompt"]), record["turn_idx"]
-    at = next((t for t in (turn, turn - 1) if 0 <= t < len(prompts) and str(prompts[t]) == current), len(prompts))
+    prompts, responses = [_text(p) for p in prompts], [_text(r) for r in responses]
+    current, turn = _text(record["current_prompt"]), record["turn_idx"]
+    at = next((t for t in (turn, turn - 1) if 0 <= t < len(prompts) and prompts[t] == current), len(prompts))
     if at >= len(responses):
         raise UserError(f"{where}: no response for turn {turn} ({len(responses)} responses)")
     history = []
     for prompt, response in list(zip(prompts, responses))[:at]:
-        action = text_action(str(prompt))
-        history.append((action["type"], action["arguments"], str(response)))
+        action = text_action(prompt)
+        history.append((action["type"], action["arguments"], response))
     action = text_action(current)
     identifier = str(record["id"])
     # Ids name rows in some sources and trajectories in others: what a trajectory begins with names it in all.
-    first = str(prompts[0]) if prompts else current
+    first = prompts[0] if prompts else current
     begin = f"{first}\n{responses[0]}"
     return Row(
         f"{identifier}#{turn}",
@@ -104,11 +106,16 @@ def row_from_record(record: Any, where: str) -> Row:
         f"{record['task']}/{hash_text(begin)}",
         action["type"],
         action["arguments"],
-        str(responses[at]),
+        responses[at],
         tuple(history),
         str(record.get("system_str") or ""),
         group=hash_text(first),
     )
+
+
+def _text(value: Any) -> str:
+    """A prompt or response as text; one given as an object is its JSON."""
+    return value if isinstance(value, str) else canonical_json(value)
 
 
 def hash_text(text: str) -> str:

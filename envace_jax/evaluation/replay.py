@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import numpy as np
 from envace_jax.datasets.records import Task
 from envace_jax.environments import Environment, is_rejection, make_environment
 from envace_jax.text.transcript import canonical_json
+from envace_jax.worldbook.state import UNKNOWN, PMap, State, freeze, truth_equal
 
 MAX_STEPS = 50
 
@@ -158,6 +159,7 @@ class ReplayReport:
     divergence: list[int | None] = field(default_factory=list)
     steps: int = 0
     equal_steps: int = 0
+    state: list[tuple[int, int, int]] = field(default_factory=list)  # `projected` at the end, where it can be
 
     def summary(self) -> dict[str, Any]:
         """Real, WM, W2R as shares, CR, and how far world model and world agree step by step."""
@@ -173,7 +175,14 @@ class ReplayReport:
             "diverged": sum(d is not None for d in self.divergence),
             "first_divergence": _median([d for d in self.divergence if d is not None]),
             "steps_equal": self.equal_steps / self.steps if self.steps else None,
+            **self._state(),
         }
+
+    def _state(self) -> dict[str, float | None]:
+        """Shares of the true state's values that the world model has right, has wrong, and knows not to know."""
+        totals = [sum(part) for part in zip(*self.state)] if self.state else [0, 0, 0]
+        names = ("state_right", "state_wrong", "state_unknown")
+        return {name: n / sum(totals) if sum(totals) else None for name, n in zip(names, totals)}
 
     def interval(self, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
         """95% interval of CR by resampling tasks."""
@@ -204,7 +213,8 @@ def replay(
         report.real.append(domain.solved(task, real, history))
         _close(real)
         try:
-            imagined = play(agent, task, make_model(task), max_steps)
+            model = make_model(task)
+            imagined = play(agent, task, model, max_steps)
         except Exception as error:  # a harness that fails is a failed task, not the end of the evaluation
             report.errors.append(f"{task.uuid}: {type(error).__name__}: {error}"[:300])
             report.wm.append(False)
@@ -224,8 +234,34 @@ def replay(
                 parted = step
         report.w2r.append(domain.solved(task, fresh, again))
         report.divergence.append(parted)
+        session, truth = getattr(model, "session", None), getattr(fresh, "state", None)
+        if session is not None and isinstance(truth, dict):
+            report.state.append(projected(session.state, truth))
         _close(fresh)
     return report
+
+
+def projected(tracked: State, truth: dict[str, Any]) -> tuple[int, int, int]:
+    """How many values of the true state a tracked one has right, has wrong, and does not know.
+
+    Values are what stands at the ends of paths through objects. One that only the tracked state has is wrong.
+    """
+    right = wrong = unknown = 0
+    there = dict(_values(freeze(truth), ()))
+    for path, value in there.items():
+        found = tracked.get(("world", *path))
+        answer = truth_equal(found, value)
+        right, wrong, unknown = right + (answer is True), wrong + (answer is False), unknown + (answer is None)
+    extra = [path for path, _ in _values(tracked.get(("world",)), ()) if path not in there]
+    return right, wrong + len(extra), unknown
+
+
+def _values(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(node, PMap):
+        for key, value in node.items():
+            yield from _values(value, (*path, key))
+    elif node is not UNKNOWN:
+        yield path, node
 
 
 def _close(environment: Any) -> None:

@@ -74,7 +74,7 @@ class Bm25:
         for n in sorted(scores, key=lambda n: (-scores[n], n)):
             if allowed(self.documents[n]):
                 out.append((self.documents[n], scores[n]))
-                if len(out) == limit:
+                if len(out) >= limit:
                     break
         return out
 

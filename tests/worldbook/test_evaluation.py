@@ -30,13 +30,14 @@ from envace_jax.evaluation.next_observation import (
     rows_from_episodes,
     score_answer,
 )
-from envace_jax.evaluation.replay import CautiousAgent, RecordedAgent, ReferenceDomain, replay
+from envace_jax.evaluation.replay import CautiousAgent, RecordedAgent, ReferenceDomain, projected, replay
 from envace_jax.evaluation.text_worlds import ScienceWorldEnvironment, TerminalEnvironment, scienceworld_missing
 from envace_jax.worldbook.baselines import SYSTEMS, CopyingCompleter, SystemConfig, make_system
 from envace_jax.worldbook.build import BuildConfig, build_worldbook
 from envace_jax.worldbook.completer import ScriptedCompleter
 from envace_jax.worldbook.harness import Harness
 from envace_jax.worldbook.service import WorldbookEnvironment
+from envace_jax.worldbook.state import empty_state, state_from_json
 from envace_jax.worldbook.store import Worldbook
 
 
@@ -60,6 +61,21 @@ def test_quickstart_actions_made_in_the_worldbook_hold_in_the_real_desk(desk_boo
     # A world model that knows nothing stops the cautious agent at its first answer.
     nothing = replay(tasks[:20], domain, CautiousAgent("quickstart"), model_of(Harness(Worldbook()))).summary()
     assert nothing["WM"] < 0.5 and nothing["W2R"] < figures["W2R"]
+
+
+@pytest.mark.quick
+def test_the_tracked_state_is_set_against_the_true_one_by_hand() -> None:
+    truth = {"a": {"x": 1, "y": 2, "z": [1]}, "b": "s"}
+    assert projected(state_from_json(truth), truth) == (4, 0, 0)
+    hazy = state_from_json({"a": {"x": 5, "y": 2, "more": 1}, "b": "s"}).apply("forget", ("world", "a", "y"))
+    # x differs, z is known not to be there and `more` is made up; y is not known.
+    assert projected(hazy, truth) == (1, 3, 1)
+    assert projected(empty_state(), truth) == (0, 0, 4)
+    # In a replay: a world model without rules knows nothing after its first step, and says so.
+    tasks = generate_tasks("heldout", 2)
+    report = replay(tasks, ReferenceDomain("quickstart"), RecordedAgent(), model_of(Harness(Worldbook())))
+    figures = report.summary()
+    assert figures["state_unknown"] == 1.0 and figures["state_right"] == figures["state_wrong"] == 0.0
 
 
 class Broken:
@@ -164,6 +180,12 @@ def test_agentworldbench_rows_are_read_from_either_count_and_refused_when_incomp
     assert len({r.trajectory for r in rows}) == 1
     (tmp_path / "one.json").write_text(json.dumps([record(1, turn_idx=2)]))
     assert read_rows(tmp_path / "one.json")[0].truth == "alpha"
+    # A prompt may be an object: it is read as the JSON that it is.
+    call = {"name": "cat", "arguments": {"file": "a"}}
+    given = record(1, prompt=["ls", call, "pwd"], current_prompt=call)
+    (tmp_path / "object.json").write_text(json.dumps([given]))
+    (row,) = read_rows(tmp_path / "object.json")
+    assert (row.name, row.arguments, row.truth) == ("cat", {"file": "a"}, "alpha")
     (tmp_path / "bad.json").write_text(json.dumps([{"task": "x"}]))
     with pytest.raises(UserError, match="row 0: missing id"):
         read_rows(tmp_path / "bad.json")
