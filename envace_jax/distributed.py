@@ -30,6 +30,7 @@ import numpy as np
 from envace_jax.config import UserError
 
 LOST = 76  # exit status when another process is gone or hangs: start all of them again
+FOR_EVER = 7 * 24 * 3600 * 1000  # milliseconds: a limit for what is ended by the watch
 GRACE = 30.0  # seconds that a process which was told to stop waits for the others
 _CUT_OFF = ("Gloo", "NCCL", "UNAVAILABLE", "Connection", "coordination")  # in messages of collectives
 SMALLEST_MESSAGE = 1 << 16  # bytes; longer messages are padded to powers of two, so that few shapes exist
@@ -318,7 +319,7 @@ class Processes:
         with self.waits(name):
             # The watch names who is missing; the barrier's own limit is only there to have an end.  Its id is a number
             # alone: one process may come to stop where another comes with its trajectories.
-            self.watch.store.wait_at_barrier(f"envace/{self._exchanges}", 7 * 24 * 3600 * 1000)
+            self.watch.store.wait_at_barrier(f"envace/{self._exchanges}", FOR_EVER)
 
     def gather(self, value: Any, name: str) -> list[Any]:
         """The JSON values of all processes, by process, in every process."""
@@ -352,6 +353,24 @@ class Processes:
     def close(self) -> None:
         if self.watch is not None:
             self.watch.close()
+
+
+def agree(value: Any, name: str) -> list[Any]:
+    """The JSON values of all processes, by process, through the coordinator's store: small ones, from any thread.
+
+    It runs no program, so it may come at another time in each process; waits as long as the slowest takes.  `name` is
+    used once in a run's life.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return [value]
+    from envace_jax.compat import key_value_store
+
+    store = key_value_store()
+    store.key_value_set(f"envace/{name}/{jax.process_index()}", json.dumps(value))
+    texts = [store.blocking_key_value_get(f"envace/{name}/{i}", FOR_EVER) for i in range(jax.process_count())]
+    return [json.loads(text) for text in texts]
 
 
 def _allgather(array: np.ndarray) -> np.ndarray:

@@ -1,16 +1,17 @@
 """Checkpoints: written by Orbax in the background, verified by a digest manifest of our own.
 
 Orbax makes a save atomic but holds no checksum that is checked when data is read.  So when a save has been committed,
-its arrays are read back and compared with what was in memory, every file of it is hashed, and the digests are written
-beside it (`step_00000050.sha256`, made whole by a rename); a step counts only with its manifest, and only while every
-file still has its digest.  Restore takes the newest such step, and says which newer ones it passed over and why.
-Older steps go when a newer one is whole.
+its arrays are read back and compared with what was in memory (by each process the shards that it holds), every file of
+it is hashed, and the digests are written beside it (`step_00000050.sha256`, made whole by a rename); a step counts only
+with its manifest, and only while every file still has its digest.  Restore takes the newest such step, and says which
+newer ones it passed over and why.  Older steps go when a newer one is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from envace_jax.config import UserError
+from envace_jax.distributed import agree
 from envace_jax.faults import point, write_whole
 from envace_jax.learning import readback
 from envace_jax.learning.bucket import place
@@ -34,6 +36,7 @@ _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{8,})$")
 BEST = "best.json"
 MANIFEST_HEAD = "envace_jax checkpoint digests, sha256"
+_SAVES = itertools.count()  # of this process: all processes save alike, and tell each other how by this number
 
 
 def tree_digests(folder: Path) -> dict[str, str]:
@@ -114,6 +117,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _everywhere(act: Callable[[], None], name: str) -> BaseException | None:
+    """Acts here and waits for the others; returns what went wrong here, else in another one, else None."""
+    error: BaseException | None = None
+    try:
+        act()
+    except BaseException as caught:  # handed to the thread that saves next
+        error = caught
+    lines = agree(None if error is None else _first_line(error), name)
+    elsewhere = [f"process {process}: {line}" for process, line in enumerate(lines) if line is not None]
+    return error or (OSError("; ".join(elsewhere)) if elsewhere else None)
+
+
 class Checkpoints:
     """The checkpoints of one run, in one folder.
 
@@ -151,25 +166,26 @@ class Checkpoints:
         if self._main and path.exists():
             _remove(path)  # left without a manifest by a killed process
         saver = self._checkpointer()
-        check = None
-        if jax.process_count() == 1:
-            check = jax.tree.map(ocp.utils.to_shape_dtype_struct, state), readback.memory_sums(state)
+        sums = readback.memory_sums(state)
         saver.save(path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)))
-        after = (step, saver, check, score)
+        after = (f"save/{next(_SAVES)}", step, saver, sums, score)
         self._after = threading.Thread(target=self._finish, args=after, name="checkpoint", daemon=False)
         self._after.start()
 
-    def _finish(self, step: int, saver: ocp.AsyncCheckpointer, check: Any, score: float | None) -> None:
-        try:
+    def _finish(self, name: str, step: int, saver: ocp.AsyncCheckpointer, sums: Any, score: float | None) -> None:
+        def compare() -> None:
             saver.wait_until_finished()
-            if check is not None and (wrong := readback.difference(self._path(step), *check)) is not None:
+            if (wrong := readback.difference(self._path(step), sums)) is not None:
                 raise OSError(f"{wrong} is not on the disk as it was in memory")
+
+        def count() -> None:
             if self._main:
                 write_manifest(self._path(step), self._manifest(step))
                 self._note_score(step, score)
                 self._drop_old()
-        except BaseException as error:  # handed to the thread that saves next
-            self._failed = error
+
+        # Every process has compared its shards before one makes the step count; none goes on before it does.
+        self._failed = _everywhere(compare, f"{name}/compared") or _everywhere(count, f"{name}/counts")
 
     def _note_score(self, step: int, score: float | None) -> None:
         before = self._best()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -32,12 +36,12 @@ def tree():
 def test_every_flipped_bit_changes_the_sum(seed, dtype):
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.integers(-100, 100, 33), dtype)
-    (parts,) = readback.memory_sums(x)
-    assert int(parts[0]) == readback.file_sum(np.asarray(x))
+    (shard,) = readback.memory_sums({"x": x})
+    assert int(shard.sum) == readback.file_sum(np.asarray(x))
     bits = np.array(x).view(np.uint8)
     at, bit = rng.integers(len(bits)), rng.integers(8)
     bits[at] ^= np.uint8(1 << bit)
-    assert readback.file_sum(bits.view(np.asarray(x).dtype)) != int(parts[0])
+    assert readback.file_sum(bits.view(np.asarray(x).dtype)) != int(shard.sum)
 
 
 @pytest.mark.parametrize("part", [1, 1300, 2 << 30])
@@ -49,9 +53,9 @@ def test_what_was_written_is_compared_part_by_part(tmp_path, monkeypatch, part):
     checkpoints.close()
     assert checkpoints.latest() == 1
     folder, sums = tmp_path / "c" / "step_00000001", readback.memory_sums(state)
-    assert readback.difference(folder, state, sums) is None
+    assert readback.difference(folder, sums) is None
     other = state | {"b": state["b"] | {"step": jnp.int32(8)}}
-    assert readback.difference(folder, state, readback.memory_sums(other)) == "['b']['step']"
+    assert readback.difference(folder, readback.memory_sums(other)) == "b.step"
 
 
 def test_sharded_arrays_are_summed_once(tmp_path):
@@ -59,8 +63,18 @@ def test_sharded_arrays_are_summed_once(tmp_path):
     x = jax.random.normal(jax.random.key(1), (8, 6))
     for spec in (P("fsdp", "tensor"), P(None, "tensor"), P()):
         placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-        (parts,) = readback.memory_sums(placed)
-        assert sum(map(int, parts)) & 0xFFFFFFFF == readback.file_sum(np.asarray(x))
+        shards = readback.memory_sums({"x": placed})
+        assert sum(int(s.sum) for s in shards) & 0xFFFFFFFF == readback.file_sum(np.asarray(x))
+        assert sum(s.size for s in shards) == x.nbytes  # of copies one is summed
+        checkpoints = Checkpoints(tmp_path / str(spec))
+        checkpoints.save(1, {"x": placed}, {})
+        checkpoints.close()
+        folder = tmp_path / str(spec) / "step_00000001"
+        assert readback.difference(folder, shards) is None
+        # Two values that change places leave the sum of the whole as it was, and not the sums of their shards.
+        swapped = jax.device_put(x.at[0, 0].set(x[7, 5]).at[7, 5].set(x[0, 0]), placed.sharding)
+        found = readback.difference(folder, readback.memory_sums({"x": swapped}))
+        assert found == ("x" if len(shards) > 1 else None)
 
 
 def test_a_bit_that_flips_on_its_way_to_the_disk_is_noticed(tmp_path, monkeypatch):
@@ -78,6 +92,36 @@ def test_a_bit_that_flips_on_its_way_to_the_disk_is_noticed(tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoints._checkpointer(), "save", damaged)
     checkpoints.save(2, tree(), {})
-    with pytest.raises(UserError, match=r"\['a'\]\[0\] is not on the disk as it was in memory.*the last .* step 1"):
+    with pytest.raises(UserError, match=r"a\.0 is not on the disk as it was in memory.*the last .* step 1"):
         checkpoints.wait()
     assert Checkpoints(tmp_path / "c", say=lambda _: None).latest() == 1
+
+
+def test_every_process_compares_what_it_holds(tmp_path):
+    """Two processes, half an array each. A bit that flips in the second one's half is noticed there; the save counts in
+    neither."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"ENVACE_COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}", "ENVACE_PROCESSES": "2"}
+    child = Path(__file__).with_name("readback_child.py")
+    environment = os.environ | place | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(child), str(tmp_path / "c")],
+            env=environment | {"ENVACE_PROCESS": str(k)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for k in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=280)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert "step 1 is whole" in said[0] and "step 1 is whole" in said[1], said
+    assert "x is not on the disk as it was in memory" in said[1], said
+    assert "process 1: x is not on the disk as it was in memory" in said[0], said
+    assert Checkpoints(tmp_path / "c", say=lambda _: None).latest() == 1
+    assert (tmp_path / "c" / "step_00000002").is_dir() and not (tmp_path / "c" / "step_00000002.sha256").exists()
