@@ -20,6 +20,7 @@ from envace_jax.distributed import Processes
 from envace_jax.learning.arms import Arm, make_arm
 from envace_jax.learning.bucket import checkpoint_place, push
 from envace_jax.learning.checkpoint import Checkpoints
+from envace_jax.learning.groups import connect
 from envace_jax.learning.handover import HandOver, local_mesh
 from envace_jax.learning.interrupts import Interrupts
 from envace_jax.learning.learner import Learner, update_config
@@ -149,6 +150,7 @@ def prepare(cfg: ConfigDict, folder: Path, processes: Processes | None = None) -
         ground = preflight(cfg, processes, display.say)
         assert ground.data is not None
         train, held_out, chat, mesh, rules = ground.train, ground.held_out, ground.chat, ground.mesh, rules_for(cfg)
+        connect(mesh, processes)
         judge = make_judge(cfg, mesh if mesh is None or processes.alone else local_mesh(mesh))
         spec, params = load_model(cfg, chat, mesh, rules)
         if cfg.warmstart.steps:

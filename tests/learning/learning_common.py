@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -257,3 +262,30 @@ def toy_engine(cfg, spec, params, *_):
     engine = ToyEngine(chat_format(cfg), spec.vocab_size)
     engine.set_params(params)
     return engine
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def together(child: str, *arguments: object, limit: float = 600) -> list[str]:
+    """What two processes of two virtual devices each say, that run a file beside this one."""
+    place = {"ENVACE_COORDINATOR": f"127.0.0.1:{free_port()}", "ENVACE_PROCESSES": "2"}
+    environment = os.environ | place | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name(child)), *map(str, arguments)],
+            env=environment | {"ENVACE_PROCESS": str(k)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for k in range(2)
+    ]
+    try:
+        return [process.communicate(timeout=limit)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from learning_common import together
 
 from envace_jax.config import UserError
 from envace_jax.learning import readback
@@ -100,26 +97,7 @@ def test_a_bit_that_flips_on_its_way_to_the_disk_is_noticed(tmp_path, monkeypatc
 def test_every_process_compares_what_it_holds(tmp_path):
     """Two processes, half an array each. A bit that flips in the second one's half is noticed there; the save counts in
     neither."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"ENVACE_COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}", "ENVACE_PROCESSES": "2"}
-    child = Path(__file__).with_name("readback_child.py")
-    environment = os.environ | place | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(child), str(tmp_path / "c")],
-            env=environment | {"ENVACE_PROCESS": str(k)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for k in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=280)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    said = together("readback_child.py", tmp_path / "c")
     assert "step 1 is whole" in said[0] and "step 1 is whole" in said[1], said
     assert "x is not on the disk as it was in memory" in said[1], said
     assert "process 1: x is not on the disk as it was in memory" in said[0], said

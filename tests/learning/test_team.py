@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from learning_common import counting_engine, rewarded, tiny_config
+from learning_common import counting_engine, free_port, rewarded, tiny_config
 
 from envace_jax.distributed import LOST
 from envace_jax.learning import setup, trainer
@@ -32,13 +31,10 @@ QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 
 def start(folder: Path, *changes: str, processes: int = 2, devices: int = 2) -> list[subprocess.Popen]:
     """The processes of a run; their output goes beside its folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILE}",
-        "ENVACE_COORDINATOR": f"127.0.0.1:{port}",
+        "ENVACE_COORDINATOR": f"127.0.0.1:{free_port()}",
         "ENVACE_PROCESSES": str(processes),
     }
     if processes == 1:
