@@ -1,8 +1,9 @@
 """The next step's rollouts while this step's update runs (`learning.max_staleness=1`).
 
 The engine keeps the parameters that the update starts from, so what it plays is one update behind when it is learned
-from; `learning.importance_cap` corrects the difference (truncated importance sampling).  What was played ahead is part
-of the checkpoint: a resumed run learns from the trajectories of the unbroken one.
+from; `learning.importance_cap` corrects the difference (truncated importance sampling).  A thread plays on this
+process's devices alone; what all processes played is gathered when the update is done, by the thread that runs the
+global programs.  It is part of the checkpoint: a resumed run learns from the trajectories of the unbroken one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from envace_jax.config import UserError
-from envace_jax.distributed import Processes
 from envace_jax.rehearsal.trajectory import Trajectory
 
 
@@ -44,7 +44,7 @@ class Batch:
         return sum(t.reward is None for t in self.trajectories) / max(len(self.trajectories), 1)
 
 
-def check(cfg: ConfigDict, processes: Processes) -> None:
+def check(cfg: ConfigDict) -> None:
     """Raises `UserError` where rollouts cannot run ahead."""
     if not cfg.learning.max_staleness:
         return
@@ -52,11 +52,6 @@ def check(cfg: ConfigDict, processes: Processes) -> None:
         raise UserError(
             "learning.max_staleness=1 learns from samples of the parameters before: set learning.importance_cap "
             "(2 is usual), which corrects the difference"
-        )
-    if not processes.alone:
-        raise UserError(
-            "learning.max_staleness=1 runs in one process: with several, rollouts and updates would meet in "
-            "collectives in no fixed order; use learning.max_staleness=0"
         )
 
 
@@ -69,15 +64,12 @@ def timed(play: Callable[[dict[str, float]], list[Trajectory]]) -> Batch:
 
 @contextlib.contextmanager
 def playing_ahead(
-    play: Callable[[dict[str, float], threading.Event], list[Trajectory]] | None, keep: Callable[[Batch], None]
+    play: Callable[[dict[str, float], threading.Event], list[Trajectory]], keep: Callable[[Batch], None]
 ) -> Iterator[None]:
-    """Plays a batch in a thread while the block runs, and hands it to `keep` once both are done; None plays nothing.
+    """Plays a batch in a thread while the block runs, and hands it to `keep` once both are done.
 
     When the block fails, `play` is told to stop by its event, and nothing is kept.
     """
-    if play is None:
-        yield
-        return
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="rollout") as pool:
         future = pool.submit(timed, lambda timings: play(timings, stop))

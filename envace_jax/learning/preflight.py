@@ -76,7 +76,7 @@ def preflight(
                 wrong.append(str(error))
 
     if rollouts:
-        for check in (lambda: constrained(cfg), lambda: overlap.check(cfg, processes)):
+        for check in (lambda: constrained(cfg), lambda: overlap.check(cfg)):
             with part():
                 check()
     train, held_out = load_tasks(cfg.data)

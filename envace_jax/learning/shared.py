@@ -34,11 +34,16 @@ def share(
 ) -> list[Trajectory]:
     """All processes' trajectories by group and member; returns with interrupts held back."""
     processes.phase(f"the rollout of {what}")
-    stats = getattr(engine, "stats", dict)
-    processes.follow(lambda: (*stats().values(), *timings.values()))
+    follow(processes, engine, timings)
     mine = in_order(played)
     interrupts.hold()
     return exchange(processes, mine, what)
+
+
+def follow(processes: Processes, engine: Any, timings: dict[str, float]) -> None:
+    """For the beats: while this engine plays, or the parts of the rollout take up time, this process gets on."""
+    stats = getattr(engine, "stats", dict)
+    processes.follow(lambda: (*stats().values(), *timings.values()))
 
 
 def exchange(processes: Processes, mine: Sequence[Trajectory], what: str) -> list[Trajectory]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from envace_jax.learning.packing import TrainRow, train_rows
 from envace_jax.learning.run_dir import shared_run_dir, write_json
 from envace_jax.learning.setup import Run, prepare
 from envace_jax.learning.shaping import Marks, Shaping, additions
-from envace_jax.learning.shared import agree_to_stop, in_order, share, shared_rollout
+from envace_jax.learning.shared import agree_to_stop, exchange, follow, in_order, share, shared_rollout
 from envace_jax.learning.summary import evaluate_policy, fidelity_page, gap_plot, plot, summary_lines
 from envace_jax.rehearsal.rollout import rollout
 from envace_jax.rehearsal.trajectory import Trajectory, TrajectoryWriter
@@ -163,6 +164,7 @@ def train_step(run: Run) -> Metrics:
     metrics |= {"time/rollout": batch.seconds, "staleness": float(stale)}
 
     unjudged(run, trajectories)
+    run.ahead = None  # not before: what is saved until now is saved with it
     consistency = run.consistency(trajectories)
     advantages, copies, shaped = credit(run.cfg, run.arm, trajectories, step, [c.marks for c in consistency])
     if run.watch is not None:
@@ -199,66 +201,80 @@ def train_step(run: Run) -> Metrics:
 
 def next_batch(run: Run) -> tuple[Batch, bool]:
     """What this step learns from, and whether it was played ahead; returns with interrupts held back."""
+    batch = timed(lambda timings: collect(run, timings))
     if run.ahead is None:
-        return timed(lambda timings: collect(run, timings)), False
-    run.interrupts.hold()  # before the batch is taken: an interrupt that saves finds it still there
-    batch, run.ahead = run.ahead, None
-    return batch, True
+        return batch, False
+    return dataclasses.replace(batch, seconds=batch.seconds + run.ahead.seconds), True
 
 
-def following(run: Run) -> contextlib.AbstractContextManager[None]:
-    """While the block runs, the next step's trajectories are played, where `learning.max_staleness` allows it."""
-    begin = run.data.get_state()
+@contextlib.contextmanager
+def following(run: Run) -> Iterator[None]:
+    """While the block runs, the next step's first batch is played, where `learning.max_staleness` allows it."""
+    if not run.cfg.learning.max_staleness or run.step + 1 >= run.cfg.learning.steps:
+        yield
+        return
+    begin, what = run.data.get_state(), f"step {run.step + 2}"
 
-    def keep(batch: Batch) -> None:
+    def play(timings: dict[str, float], stop: threading.Event) -> list[Trajectory]:
+        follow(run.processes, run.engine, timings)
+        played = played_draw(run, run.step + 1, 0, timings)
+        return in_order(itertools.takewhile(lambda _: not stop.is_set(), played))
+
+    def keep(mine: Batch) -> None:
+        batch = dataclasses.replace(mine, trajectories=exchange(run.processes, mine.trajectories, what))
         if batch.no_verdict_share() <= run.cfg.rewards.max_no_verdict_share:
             run.ahead = batch
         else:  # its step draws the same tasks again, and stops the run if there is still no verdict
             run.data.set_state(begin)
 
-    wanted = run.cfg.learning.max_staleness and run.step + 1 < run.cfg.learning.steps
-    return playing_ahead((lambda timings, stop: collect(run, timings, stop)) if wanted else None, keep)
+    with playing_ahead(play, keep):
+        yield
+        run.processes.phase(f"the rollout of {what}")
 
 
-def collect(run: Run, timings: dict[str, float], ahead: threading.Event | None = None) -> list[Trajectory]:
+def played_draw(run: Run, step: int, draw: int, timings: dict[str, float]) -> Iterator[Trajectory]:
+    """Plays this process's share of the next batch of tasks, the `draw`-th of a step."""
+    wanted = run.cfg.learning.prompts_per_step
+    return rollout(
+        next(run.data),
+        engine=run.engine,
+        chat=run.chat,
+        cfg=run.rollout,
+        judge=run.judge,
+        step=step,
+        seed=run.cfg.seed,
+        group_size=run.cfg.learning.group_size,
+        first_group=draw * wanted + run.processes.index * wanted // run.processes.count,
+        observe=run.arm.observe,
+        grounding=run.grounding,
+        timings=timings,
+    )
+
+
+def collect(run: Run, timings: dict[str, float]) -> list[Trajectory]:
     """A step's trajectories by group and member: one batch of tasks, or with dynamic sampling as many batches as it
-    takes (at most `MAX_DRAWS`) until enough groups have spread.
-
-    With `ahead` it is the step after this one, played in a thread of its own until that event is set.
+    takes (at most `MAX_DRAWS`) until enough groups have spread.  The first is the one that was played ahead, where
+    there is one.  Returns with interrupts held back.
     """
-    cfg, arm = run.cfg, run.arm
-    step = run.step if ahead is None else run.step + 1
-    wanted = cfg.learning.prompts_per_step
+    wanted, what = run.cfg.learning.prompts_per_step, f"step {run.step + 1}"
     kept: list[Trajectory] = []
-    mine = run.processes.index * wanted // run.processes.count  # this process's first group
-    for draw in range(MAX_DRAWS if cfg.learning.dynamic_sampling else 1):
+    for draw in range(MAX_DRAWS if run.cfg.learning.dynamic_sampling else 1):
         part: dict[str, float] = {}
-        played = rollout(
-            next(run.data),
-            engine=run.engine,
-            chat=run.chat,
-            cfg=run.rollout,
-            judge=run.judge,
-            step=step,
-            seed=cfg.seed,
-            group_size=cfg.learning.group_size,
-            first_group=draw * wanted + mine,
-            observe=arm.observe,
-            grounding=run.grounding,
-            timings=part,
-        )
-        if ahead is not None:
-            kept += in_order(itertools.takewhile(lambda _: not ahead.is_set(), played))
+        if draw:
+            run.interrupts.let()
+        if draw == 0 and run.ahead is not None:
+            run.interrupts.hold()
+            exchange(run.processes, [], what)  # all have it; but one may come here to stop
+            kept, part = list(run.ahead.trajectories), run.ahead.timings
         else:
-            if draw:
-                run.interrupts.let()
-            kept += share(run.processes, run.interrupts, run.engine, played, part, f"step {step + 1}")
+            played = played_draw(run, run.step, draw, part)
+            kept += share(run.processes, run.interrupts, run.engine, played, part, what)
         for name, seconds in part.items():
             timings[name] = timings.get(name, 0.0) + seconds
         spread = [g for g in sorted({t.group for t in kept}) if has_spread(kept, g)]
         if len(spread) >= wanted:
             break
-    if cfg.learning.dynamic_sampling:
+    if run.cfg.learning.dynamic_sampling:
         rest = [g for g in sorted({t.group for t in kept}) if g not in spread]
         chosen = set((spread + rest)[:wanted])
         kept = [t for t in kept if t.group in chosen]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 
 import jax
 import numpy as np
 import pytest
-from learning_common import rewarded, tiny_config, toy_engine
+from learning_common import counting_engine, rewarded, tiny_config, toy_engine
 from test_trainer import ROOT, Killed, final_state, same_end
 
 from envace_jax.config import UserError
 from envace_jax.distributed import Processes
 from envace_jax.learning import overlap, setup, trainer
+from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.metrics import read_metrics
 from envace_jax.rehearsal.trajectory import read_trajectories
 
@@ -84,22 +86,60 @@ def test_a_killed_run_learns_from_the_batch_that_was_played_ahead(unbroken, tmp_
 
 def test_a_batch_without_verdicts_is_drawn_again(unbroken, tmp_path, monkeypatch):
     """Played ahead while the judge is away, it is dropped; its step asks again and finds the judge."""
-    real, calls = trainer.collect, []
+    real, calls = trainer.played_draw, []
 
-    def judge_away_once(run, timings, ahead=None):
-        calls.append(ahead)
-        found = real(run, timings, ahead)
+    def judge_away_once(run, step, *rest):
+        calls.append(step > run.step)
+        found = list(real(run, step, *rest))
         if len(calls) == 2:
             found = [dataclasses.replace(t, reward=None, masked_cause="outage") for t in found]
-        return found
+        return iter(found)
 
-    monkeypatch.setattr(trainer, "collect", judge_away_once)
+    monkeypatch.setattr(trainer, "played_draw", judge_away_once)
     folder = tmp_path / "run"
     assert trainer.run_train(tiny_config(folder, **AHEAD)) == 0
-    assert [c is not None for c in calls] == [False, True, False, True, True]
+    assert calls == [False, True, False, True, True]
     assert [r["staleness"] for r in read_metrics(folder)] == [0, 0, 1, 1]
     tasks = [[t.task_id for t in read_trajectories(x / "trajectories.jsonl")] for x in (folder, unbroken)]
     assert tasks[0] == tasks[1]
+
+
+class Half(Processes):
+    """Process 0 of two that plays really; what the other one played is read from the run of one process."""
+
+    def __init__(self, folder):
+        super().__init__(0, 2)
+        lines = map(json.loads, (folder / "trajectories.jsonl").read_text().splitlines())
+        self.theirs = [t for t in lines if t["group"] == 1]
+        self.heard = []
+
+    def gather(self, value, name):
+        if not (isinstance(value, dict) and "trajectories" in value):
+            return [value, value]
+        mine = value["trajectories"]
+        assert all(t["group"] == 0 for t in mine)
+        self.heard.append((name, len(mine)))
+        return [value, {"trajectories": [t for t in self.theirs if mine and name == f"step {t['step'] + 1}"]}]
+
+
+def test_what_each_played_ahead_is_gathered_after_the_update(tmp_path, monkeypatch):
+    """Half a batch is played here: rows, losses and checkpoint are those of the whole one."""
+    monkeypatch.setattr(setup, "make_engine", counting_engine)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert trainer.run_train(tiny_config(one, **AHEAD)) == 0
+    half = Half(one)
+    monkeypatch.setattr(trainer, "processes", lambda _: half)
+    assert trainer.run_train(tiny_config(two, **AHEAD, **{"mesh.fsdp": 2})) == 0
+    # A step that has its batch still asks, before its update, whether all go on.
+    ahead = [(f"step {n}", k) for n in (2, 3, 4) for k in (2, 0)]
+    assert half.heard == [("step 1", 2), *ahead]
+    assert words(one, 0) + words(one, 3) == words(two, 0) + words(two, 3)
+    records = read_metrics(one), read_metrics(two)
+    assert [r["staleness"] for r in records[1]] == [0, 1, 1, 1]
+    for a, b in zip(*records):
+        assert abs(a["loss"] - b["loss"]) < 1e-5 and a["reward/mean"] == b["reward/mean"]
+    saved = Checkpoints(two / "checkpoints").read_meta(2)["ahead"]["trajectories"]
+    assert [(t["group"], t["member"]) for t in saved] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 @pytest.mark.quick
@@ -128,10 +168,4 @@ def test_players_that_fail_are_heard():
 @pytest.mark.quick
 def test_what_cannot_run_ahead_is_refused(tmp_path):
     with pytest.raises(UserError, match="set learning.importance_cap"):
-        overlap.check(tiny_config(tmp_path, **{"learning.max_staleness": 1}), Processes())
-
-    class Two(Processes):
-        alone = False
-
-    with pytest.raises(UserError, match="max_staleness=0"):
-        overlap.check(tiny_config(tmp_path, **AHEAD), Two())
+        overlap.check(tiny_config(tmp_path, **{"learning.max_staleness": 1}))
