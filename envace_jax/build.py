@@ -21,7 +21,7 @@ from envace_jax.model.hf import check_tensors, load_params, locate_tensors
 from envace_jax.model.hf_folder import silent
 from envace_jax.model.lora import LoraConfig, init_lora
 from envace_jax.model.progress import progress_bar
-from envace_jax.model.sharding import Rules, make_mesh, param_shardings
+from envace_jax.model.sharding import Rules, make_mesh, param_shardings, set_apart
 from envace_jax.model.spec import PRESETS, Qwen3Spec
 from envace_jax.rewards.judge import Judge, RuleJudge
 from envace_jax.sampling.engine import Engine, EngineConfig
@@ -32,10 +32,12 @@ __all__ = [
     "chat_format",
     "cache_bytes",
     "check_cache",
+    "check_judge_cut",
     "checked_spec",
     "engine_config",
     "forward_options",
     "judge_config",
+    "judge_devices",
     "load_model",
     "lora_config",
     "make_engine",
@@ -52,16 +54,18 @@ CPU_COPIES = 1.7  # XLA on CPU holds most of a loop's cache twice: measured, 20.
 def mesh_for(cfg: ConfigDict) -> jax.sharding.Mesh | None:
     """The mesh of the configuration; None on one device, where nothing needs annotating."""
     sizes = {axis: cfg.mesh[axis] for axis in ("replica", "fsdp", "tensor", "expert")}
-    total = math.prod(sizes.values())
-    if jax.process_count() > 1 and total != jax.device_count():
+    total, apart = math.prod(sizes.values()), judge_devices(cfg)
+    devices = set_apart(jax.devices(), apart)[0] if apart else jax.devices()
+    if jax.process_count() > 1 and total != len(devices):
+        beside = f" beside the {apart} that each sets apart for the judge" if apart else ""
         raise UserError(
             f"{', '.join(f'mesh.{axis}={n}' for axis, n in sizes.items())} is {total} devices: {jax.process_count()} "
-            f"processes have {jax.device_count()}, and a run of several uses all of them "
-            f"(for example --config.mesh.fsdp={jax.device_count()})"
+            f"processes have {len(devices)}{beside}, and a run of several uses all of them "
+            f"(for example --config.mesh.fsdp={len(devices)})"
         )
     if total == 1:
         return None
-    return make_mesh(**sizes)
+    return make_mesh(**sizes, devices=devices, whole=not apart)
 
 
 def rules_for(cfg: ConfigDict) -> Rules:
@@ -217,17 +221,20 @@ def make_engine(
     rules: Rules = Rules(),
     mesh: jax.sharding.Mesh | None = None,
     sets: int = 1,
+    config: EngineConfig | None = None,
 ) -> Engine:
     """A rollout engine over `params`, seeded by the run, for as many parameter `sets` as it will get.
 
-    Raises `UserError` where its cache has no room.
+    config: sizes, where they are not those of the configuration. Raises `UserError` where its cache has no room.
     """
     check_cache(cfg, spec, mesh, sets)
-    return Engine(params, spec, engine_config(cfg), seed=cfg.seed, options=forward_options(cfg, rules), mesh=mesh)
+    config = config or engine_config(cfg)
+    return Engine(params, spec, config, seed=cfg.seed, options=forward_options(cfg, rules), mesh=mesh)
 
 
 def make_judge(cfg: ConfigDict, mesh: jax.sharding.Mesh | None = None) -> Judge:
-    """The judge of the configuration: rules, an endpoint, or a policy in this process, on the engine's `mesh`."""
+    """The judge of the configuration: rules, an endpoint, or a policy in this process, on the engine's `mesh` or on
+    devices of its own."""
     rewards = cfg.rewards
     if rewards.judge == "rules":
         return RuleJudge()
@@ -252,21 +259,44 @@ def judge_config(cfg: ConfigDict) -> ConfigDict:
     return own
 
 
+def judge_devices(cfg: ConfigDict) -> int:
+    """How many devices of each process are the judge's alone; 0 where it shares the engine's, or is no policy."""
+    return int(cfg.rewards.policy.devices) if cfg.rewards.judge == "policy" else 0
+
+
+def check_judge_cut(cfg: ConfigDict, spec: Qwen3Spec) -> None:
+    """Raises `UserError` where a judge of this shape cannot be cut over its own devices."""
+    count = judge_devices(cfg)
+    for what, n in (("key/value heads", spec.n_kv_heads), ("pieces", spec.vocab_size)):
+        if count and n % count:
+            raise UserError(
+                f"rewards.policy.devices={count}: the judge's {n} {what} cannot be cut over them; give a number that "
+                "divides it"
+            )
+
+
 def _policy_judge(cfg: ConfigDict, mesh: jax.sharding.Mesh | None) -> Judge:
-    """A frozen policy as the judge, with an engine of its own on the mesh.
+    """A frozen policy as the judge, with an engine of its own, on the mesh or on `rewards.policy.devices` of its own.
 
     The rollouts' engine cannot serve it: an engine's programs are compiled for one shape of model and rows of one
     length, and a judge is usually a larger model that reads more. So it has keys and values of its own
-    (`rollout.slots` lanes), and its decode iterations are put between those of the rollouts, by `pump`.
+    (`rollout.slots` lanes), and its decode iterations are put between those of the rollouts, by `pump`. On its own
+    devices an iteration runs beside the rollouts' next one: `pump` waits for the one begun before and begins another,
+    so that verdicts do not depend on which is faster.
     """
     from envace_jax.rewards.model_judge import ModelJudge
     from envace_jax.rewards.policy_judge import PolicyBackend
 
     section, own = cfg.rewards.policy, judge_config(cfg)
     chat = chat_format(own)
+    config = engine_config(own)
+    if count := judge_devices(cfg):
+        check_judge_cut(cfg, checked_spec(own, chat))
+        mesh = make_mesh(tensor=count, devices=set_apart(jax.local_devices(), count)[1], whole=False)
+        config = dataclasses.replace(config, spare=1.0)
     spec, params = load_model(own, chat, mesh, frozen=True)
     backend = PolicyBackend(
-        make_engine(own, spec, params, rules_for(own), mesh),
+        make_engine(own, spec, params, rules_for(own), mesh, config=config),
         chat,
         temperature=section.temperature,
         top_p=section.top_p,

@@ -139,7 +139,7 @@ def default_config() -> ConfigDict:
                 "empty_penalty": 0.0,  # for an output that says nothing
                 "contradiction_penalty": 0.0,  # for a rehearsed answer that a rule of rollout.worldbook contradicts
                 "endpoint": _endpoint(),
-                "policy": {"path": "", "temperature": 0.6, "top_p": 0.8, "max_tokens": 6000},
+                "policy": {"path": "", "temperature": 0.6, "top_p": 0.8, "max_tokens": 6000, "devices": 0},
             },
             "learning": {
                 "arm": "envace",

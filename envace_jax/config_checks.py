@@ -143,6 +143,7 @@ CHECKS: dict[str, Check] = {
     "rewards.policy.temperature": at_least(0),
     "rewards.policy.top_p": NUCLEUS,
     "rewards.policy.max_tokens": at_least(1),
+    "rewards.policy.devices": at_least(0),
     "learning.arm": one_of(*ARMS),
     "learning.steps": at_least(0),
     "learning.prompts_per_step": at_least(1),
@@ -335,6 +336,8 @@ def _endpoint(section: str, key: str, value: str, who: str) -> Callable[[Mapping
 def _policy_judge(v: Mapping[str, Any]) -> Iterator[str]:
     if v["rewards.judge"] == "policy" and not v["rewards.policy.path"]:
         yield "rewards.policy.path='': rewards.judge=policy needs a model folder"
+    if v["rewards.policy.devices"] and v["rewards.judge"] != "policy":
+        yield f"rewards.policy.devices={v['rewards.policy.devices']}: only rewards.judge=policy has devices of its own"
 
 
 def _best(v: Mapping[str, Any]) -> Iterator[str]:
@@ -372,7 +375,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[s
         ("learning.arm", "rollout.simulator.base_url", "rollout.simulator.model"),
         _endpoint("rollout.simulator", "learning.arm", "act_only_endpoint", "simulator"),
     ),
-    (("rewards.judge", "rewards.policy.path"), _policy_judge),
+    (("rewards.judge", "rewards.policy.path", "rewards.policy.devices"), _policy_judge),
     (("checkpoint.best", "evaluation.every", "evaluation.at_end"), _best),
     (("rewards.fidelity_weight", "rollout.checks"), _fidelity),
     (("learning.row_tokens", *LIMITS), _row_tokens),

@@ -50,6 +50,7 @@ def test_every_key_that_is_no_switch_is_checked_or_named_as_free() -> None:
         ("rewards.policy.top_p", ("0", "2")),
         ("rewards.policy.temperature", ("-1", "inf")),
         ("rewards.policy.max_tokens", ("0",)),
+        ("rewards.policy.devices", ("-1",)),
         ("rewards.endpoint.temperature", ("nan",)),
         ("rewards.endpoint.base_url", ("judge.local", "https://")),
         ("rewards.endpoint.api_key_env", ("", "sk-123")),
@@ -126,6 +127,7 @@ def test_all_problems_come_in_one_message() -> None:
         ({"learning.arm": "act_only_endpoint"}, "rollout.simulator.base_url='': "),
         ({"learning.arm": "act_only_endpoint"}, "rollout.simulator.model='': "),
         ({"rewards.judge": "policy"}, "needs a model folder"),
+        ({"rewards.policy.devices": 2}, "rewards.policy.devices=2: only rewards.judge=policy has devices of its own"),
         ({"learning.row_tokens": 100}, "the longest ledger"),
     ],
 )

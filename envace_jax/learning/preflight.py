@@ -12,7 +12,15 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from envace_jax.build import chat_format, check_cache, checked_spec, judge_config, longest_row, mesh_for
+from envace_jax.build import (
+    chat_format,
+    check_cache,
+    check_judge_cut,
+    checked_spec,
+    judge_config,
+    longest_row,
+    mesh_for,
+)
 from envace_jax.config import UserError
 from envace_jax.datasets.pipeline import TaskIterator, task_iterator
 from envace_jax.datasets.records import Task
@@ -110,7 +118,7 @@ def preflight(
         with part():
             if cfg.rewards.judge == "policy":
                 judge = judge_config(cfg)
-                checked_spec(judge, chat_format(judge))
+                check_judge_cut(cfg, checked_spec(judge, chat_format(judge)))
         with part():
             found["data"] = task_iterator(
                 train,

@@ -22,9 +22,11 @@ from envace_jax.config import UserError
 Shape = tuple[int, int, int, int]
 
 
-def device_grid(shape: Shape, devices: Sequence[Any]) -> np.ndarray:
+def device_grid(shape: Shape, devices: Sequence[Any], *, whole: bool = True) -> np.ndarray:
     """TPU chips as an array [replica, fsdp, tensor, expert].
 
+    whole: whether these are all chips of their hosts; where some are set apart the rest are no torus, and are laid in
+    the order given.
     Raises `UserError` where there are several slices and `replica` is no multiple of their number.
     """
     slices = _groups(devices, lambda d: getattr(d, "slice_index", None) or 0)
@@ -37,6 +39,8 @@ def device_grid(shape: Shape, devices: Sequence[Any]) -> np.ndarray:
     inner: Shape = (replica // len(slices), *rest)  # type: ignore[assignment]
     if len({len(chips) for chips in slices}) > 1 or len(slices[0]) != math.prod(inner):
         raise UserError(f"{len(slices)} slices of {', '.join(str(len(chips)) for chips in slices)} chips are not alike")
+    if not whole:
+        return np.concatenate([np.array(chips, object).reshape(inner) for chips in slices])
     return np.concatenate([_slice_grid(inner, chips) for chips in slices])
 
 

@@ -97,10 +97,33 @@ def gather(rules: Rules, x: jax.Array, *logical: str | None) -> jax.Array:
     return jax.reshard(x, rules.gathered(*logical)) if mesh_active() else x
 
 
+def set_apart(devices: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """All devices but the last `count` of every process, and those; process by process.
+
+    Raises `UserError` where a process would keep none.
+    """
+    own: dict[int, list[Any]] = {}
+    for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
+        own.setdefault(device.process_index, []).append(device)
+    if count >= (least := min(map(len, own.values()))):
+        raise UserError(f"rewards.policy.devices={count}: a process has {least} devices, of which training needs some")
+    parts = [(x[: len(x) - count], x[len(x) - count :]) for x in own.values()]
+    return [d for rest, _ in parts for d in rest], [d for _, apart in parts for d in apart]
+
+
 def make_mesh(
-    replica: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[Any] | None = None
+    replica: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    devices: Sequence[Any] | None = None,
+    *,
+    whole: bool = True,
 ) -> Mesh:
-    """A named mesh with explicit axes; raises `UserError` when the sizes do not fit the devices."""
+    """A named mesh with explicit axes; raises `UserError` when the sizes do not fit the devices.
+
+    whole: see `device_grid`.
+    """
     shape = (replica, fsdp, tensor, expert)
     devices = list(devices if devices is not None else jax.devices())
     want = math.prod(shape)
@@ -110,7 +133,7 @@ def make_mesh(
     devices, types = devices[:want], (AxisType.Explicit,) * 4
     if devices[0].platform != "tpu":
         return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
-    return Mesh(device_grid(shape, devices), MESH_AXES, axis_types=types)
+    return Mesh(device_grid(shape, devices, whole=whole), MESH_AXES, axis_types=types)
 
 
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {

@@ -59,6 +59,10 @@ class Slice:
         """Chips of one process (a TPU slice of several hosts has four in each)."""
         return min(self.size, self.chip.node or 4)
 
+    def apart(self, count: int) -> int:
+        """Chips of the slice when every process sets `count` apart."""
+        return count * self.size // self.host
+
     @property
     def links(self) -> float:
         """Bytes per second and chip that a collective over the whole slice moves at best."""

@@ -78,14 +78,21 @@ def assemble(cfg: ConfigDict, slice_: Slice, name: str, programs: Sequence[Any])
 
 
 def check_layout(cfg: ConfigDict, slice_: Slice) -> None:
-    """That the mesh has the slice's size and cuts the model evenly."""
-    from envace_jax.build import model_spec
+    """That the mesh, with what is set apart for a judge, has the slice's size, and that both models are cut evenly."""
+    from envace_jax.build import check_judge_cut, judge_config, judge_devices, model_spec
     from envace_jax.model.sharding import MESH_AXES
 
     check_heads(cfg, model_spec(cfg))
     sizes = {axis: int(cfg.mesh[axis]) for axis in MESH_AXES}
-    if math.prod(sizes.values()) != slice_.size:
-        raise UserError(f"mesh {sizes}: {math.prod(sizes.values())} places, plan.topology has {slice_.size} chips")
+    count = judge_devices(cfg)
+    apart = slice_.apart(count)
+    if math.prod(sizes.values()) != slice_.size - apart:
+        beside = f", {apart} of them for the judge (rewards.policy.devices={count} a process)" if apart else ""
+        raise UserError(
+            f"mesh {sizes}: {math.prod(sizes.values())} places, plan.topology has {slice_.size} chips{beside}"
+        )
+    if count:
+        check_judge_cut(cfg, model_spec(judge_config(cfg)))
 
 
 def check_heads(cfg: ConfigDict, spec: Any) -> None:

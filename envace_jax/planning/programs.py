@@ -141,9 +141,13 @@ def compile_program(name: str, lower: Callable[[], Any], mesh: Any, unknown_trip
 
 
 def learner_mesh(cfg: ConfigDict, devices: Sequence[Any]) -> Any:
-    """The configuration's mesh over a slice; every chip of the slice must have a place in it."""
-    from envace_jax.model.sharding import MESH_AXES, make_mesh
+    """The configuration's mesh over a slice; every chip that is not the judge's alone must have a place in it."""
+    from envace_jax.build import judge_devices
+    from envace_jax.model.sharding import MESH_AXES, make_mesh, set_apart
 
+    apart = judge_devices(cfg)
+    if apart:
+        devices, _ = set_apart(devices, apart)
     sizes = {axis: cfg.mesh[axis] for axis in MESH_AXES}
     product = 1
     for n in sizes.values():
@@ -151,7 +155,7 @@ def learner_mesh(cfg: ConfigDict, devices: Sequence[Any]) -> Any:
     if product != len(devices):
         asked = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
         raise UserError(f"mesh ({asked}) has {product} places, plan.topology has {len(devices)} chips")
-    return make_mesh(**sizes, devices=devices)
+    return make_mesh(**sizes, devices=devices, whole=not apart)
 
 
 def sampler_mesh(cfg: ConfigDict, slice_: Slice) -> Any:

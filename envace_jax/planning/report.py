@@ -62,7 +62,7 @@ def rows_bytes(cfg: ConfigDict, spec: Qwen3Spec, mesh: Mapping[str, int]) -> tup
 
 
 def judge_bytes(cfg: ConfigDict, mesh: Mapping[str, int]) -> float:
-    """What a policy that judges holds on one chip of a sampler: its own weights, keys and values."""
+    """What a policy that judges holds on one chip of these axes: its own weights, keys and values."""
     from envace_jax.build import judge_config, model_spec
 
     own = judge_config(cfg)
@@ -129,6 +129,7 @@ class Plan:
     rows_per_microbatch: int
     resident: formulas.Resident
     shelf: float
+    judge_chips: int
     phases: dict[str, float]
     programs: tuple[Program, ...]
     train_flops: float
@@ -159,11 +160,9 @@ class Plan:
                 f"an engine cuts weights over mesh.tensor={trained['tensor']} and mesh.expert={trained['expert']}, not "
                 f"over plan.rollout_tensor={planned['tensor']} and plan.rollout_expert={planned['expert']}"
             )
-        if self.slice.host % math.prod(planned.values()):
-            return (
-                f"a sampler of {math.prod(planned.values())} chips: an engine lies in one process, which has "
-                f"{self.slice.host} here"
-            )
+        chips, own = math.prod(planned.values()), self.slice.host - self.judge_chips
+        if own % chips:
+            return f"a sampler of {chips} chips: an engine lies in one process, which has {own} here"
         return ""
 
     @property
@@ -197,7 +196,7 @@ def make_plan(
     programs: `update`, `decode`, `prefill` where they could be compiled; what is missing comes from formulas.
     learners: trained parameter sets. sets: parameter sets that the sampler holds.
     """
-    from envace_jax.build import engine_config, rules_for
+    from envace_jax.build import engine_config, judge_devices, rules_for
 
     chip, rules = slice_.chip, rules_for(cfg)
     mesh = {axis: int(cfg.mesh[axis]) for axis in MESH_AXES}
@@ -208,7 +207,7 @@ def make_plan(
     kv_token = formulas.kv_bytes(spec) / rollout_mesh["tensor"]
     lanes, shelf = (sets * n for n in rows_bytes(cfg, spec, rollout_mesh))
     adapters = adapters_per_chip(spec, cfg, rules, mesh)
-    trained = adapters or share
+    trained, apart = adapters or share, judge_devices(cfg)
     resident = formulas.Resident(
         # With adapters the weights themselves stay, in the compute dtype.
         master=(4 * trained + (2 * share if adapters else 0)) * learners,
@@ -216,7 +215,7 @@ def make_plan(
         reference=2 * share * learners if cfg.learning.kl_coef > 0 else 0,
         compute_copy=2 * copy_share * sets,
         kv=lanes + shelf,
-        judge=judge_bytes(cfg, rollout_mesh) if cfg.rewards.judge == "policy" else 0,
+        judge=judge_bytes(cfg, rollout_mesh) if cfg.rewards.judge == "policy" and not apart else 0,
     )
     shards = math.prod(mesh[a] for a in axes_of(rules.batch))
     rows = cfg.learning.rows_per_microbatch * shards
@@ -248,6 +247,8 @@ def make_plan(
         "update": others + in_update,
         "hand-over": resident.total + 2 * copy_share,
     }
+    if apart:
+        phases["judge"] = _judge_alone(cfg, apart)
     flops, again, scoring, seconds = _training(cfg, spec, slice_, rules, mesh, update, bool(adapters))
     # A process has one engine, which repeats the same work on chips that its axes leave over.
     samplers = slice_.size / max(slice_.host, rollout_mesh["tensor"] * rollout_mesh["expert"])
@@ -260,9 +261,9 @@ def make_plan(
     rate = samplers * together / iteration
     seconds["decode"] = work.predictions / rate
     prompts = work.tokens - work.predictions
-    seconds["prefill"] = 2 * formulas.active_weights(spec) * prompts / (slice_.size * chip.flops)
+    seconds["prefill"] = 2 * formulas.active_weights(spec) * prompts / (math.prod(mesh.values()) * chip.flops)
     seconds["rollout"] = seconds["decode"] + seconds["prefill"]
-    free = max(0.0, chip.hbm - max(phases.values()))
+    free = max(0.0, chip.hbm - max(v for name, v in phases.items() if name != "judge"))
     return Plan(
         name=name,
         slice=slice_,
@@ -275,6 +276,7 @@ def make_plan(
         rows_per_microbatch=rows,
         resident=resident,
         shelf=shelf,
+        judge_chips=apart,
         phases=phases,
         programs=tuple(programs),
         train_flops=flops,
@@ -287,6 +289,16 @@ def make_plan(
         compiled=bool(programs),
         chip_hour=cfg.plan.chip_hour,
     )
+
+
+def _judge_alone(cfg: ConfigDict, chips: int) -> float:
+    """What one of a judge's own chips holds at its fullest, by formula."""
+    from envace_jax.build import engine_config, judge_config, model_spec
+
+    own, mesh = judge_config(cfg), {"replica": 1, "fsdp": 1, "tensor": chips, "expert": 1}
+    spec = model_spec(own)
+    lanes, _ = rows_bytes(own, spec, mesh)
+    return judge_bytes(cfg, mesh) + max(0.02 * lanes, _prefill_bytes(engine_config(own), spec, mesh))
 
 
 def _prefill_bytes(engine: Any, spec: Qwen3Spec, mesh: Mapping[str, int]) -> float:
@@ -320,7 +332,7 @@ def _training(
         weights, hidden = _moved(cfg, spec, rules, mesh, microbatches_of(cfg), backward)
         return weights / slice_.links + hidden / (slice_.chip.links if inside else slice_.links)
 
-    peak = slice_.size * slice_.chip.flops
+    peak = math.prod(mesh.values()) * slice_.chip.flops
     once = sum(c.total for c in update.collectives) / slice_.links if update else moving(backward=True)
     seconds = {
         "train compute": (flops + again) / peak,
@@ -404,7 +416,7 @@ def lines(plan: Plan) -> list[str]:
         f"model FLOPs a step: {passes:g} (2 W t + 4 L H Dh p + 2 D V s) = {plan.train_flops:.3e}, recomputed "
         f"{plan.recompute_flops:.3e} (W {formulas.active_weights(spec):,}, t {work.tokens:.3e}, p {work.pairs:.3e}, "
         f"s {work.predictions:.3e})",
-        f"train: max(compute {plan.seconds['train compute']:.1f} s = {total:.3e} / ({plan.slice.size} x "
+        f"train: max(compute {plan.seconds['train compute']:.1f} s = {total:.3e} / ({math.prod(plan.mesh.values())} x "
         f"{chip.flops:.3g}), collectives {plan.seconds['train collectives']:.1f} s at "
         f"{plan.slice.links / 1e9:.0f} GB/s), and {plan.seconds['scoring']:.1f} s of scoring: {plan.scorings} forward "
         f"pass(es) of 2 W t + 4 L H Dh p + 2 D V s, {plan.score_flops:.3e} FLOPs (reference, old log-probabilities)",

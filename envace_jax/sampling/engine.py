@@ -49,10 +49,6 @@ COUNTERS = (
     "device_tokens_told",
     "device_tokens_dropped",
 )
-SPARE = 0.1
-"""Share of free lanes above which a chunk waits for the caller's next requests."""
-
-
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Sizes of one engine.
@@ -65,6 +61,7 @@ class EngineConfig:
     draft: tokens that prompt look-up guesses ahead of every live row (0: off). Outputs stay the same; it pays where
     few rows are decoded and outputs repeat what their prompts say.
     record_routing: keep the experts that every sampled token came through (mixtures of experts only).
+    spare: share of free lanes above which a chunk waits for the caller's next requests.
     unroll_layers: compile layers one by one instead of scanning them; default: on CPU only.
     """
 
@@ -77,6 +74,7 @@ class EngineConfig:
     patience: float = 1.0
     draft: int = 0
     record_routing: bool = False
+    spare: float = 0.1
     unroll_layers: bool | None = None
 
     def shapes(self) -> Shapes:
@@ -186,7 +184,7 @@ class Engine:
         for pool in self._pools.values():
             done += pool.collect()
             pool.admit()
-            if len(pool.live) >= (1.0 - SPARE) * pool.slots:
+            if len(pool.live) >= (1.0 - self.config.spare) * pool.slots:
                 pool.launch()
         self._counters["seconds_in_step"] += time.perf_counter() - start
         return done

@@ -15,11 +15,15 @@ from envace_jax.learning.preflight import preflight
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.quick
 
+JUDGE = {"rewards.judge": "policy", "rewards.policy.path": "data/quickstart/model"}
 CASES = [
     ({"learning.prompts_per_step": 50}, "takes 50 tasks, the data set has 12"),
     ({"mesh.fsdp": 512}, "asks for 512 devices"),
     ({"rollout.grounding": "worldbook", "rollout.worldbook": "tests"}, "tests"),
     ({"rewards.judge": "policy", "rewards.policy.path": "data/quickstart/tokenizer"}, "data/quickstart/tokenizer"),
+    (JUDGE | {"rewards.policy.devices": 3}, "key/value heads cannot be cut over them"),
+    (JUDGE | {"rewards.policy.devices": 8}, "a process has 8 devices, of which training needs some"),
+    (JUDGE | {"rewards.policy.devices": 2, "mesh.fsdp": 8}, "asks for 8 devices, 6 are there"),
     ({"rewards.judge": "endpoint", "rewards.endpoint.base_url": "http://x"}, "endpoint model=''"),
     ({"rollout.constrain": "act"}, "set learning.importance_cap"),
     ({"learning.max_staleness": 1}, "set learning.importance_cap"),
@@ -41,7 +45,7 @@ def test_a_run_stops_before_weights_are_read(
 
 def test_all_of_it_is_collected_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    chosen = [CASES[k] for k in (0, 1, 2, 3, 5)]
+    chosen = [CASES[k] for k in (0, 1, 2, 3, 8)]
     cfg = tiny_config(tmp_path, **{key: value for changes, _ in chosen for key, value in changes.items()})
     wrong: list[str] = []
     ground = preflight(cfg, Processes(), print, wrong)

@@ -13,7 +13,7 @@ from envace_jax import cli
 from envace_jax.config import UserError
 from envace_jax.learning.handover import own_rows
 from envace_jax.model.device_grid import device_grid
-from envace_jax.model.sharding import MESH_AXES
+from envace_jax.model.sharding import MESH_AXES, set_apart
 from envace_jax.planning.chips import parse_slice
 
 pytestmark = pytest.mark.quick
@@ -103,3 +103,25 @@ def test_slices_that_no_replica_axis_joins_are_refused():
         device_grid((1, 8, 4, 1), chips("v5p:2x2x4", slices=2))
     with pytest.raises(UserError, match="2 slices of 16, 8 chips are not alike"):
         device_grid((2, 3, 4, 1), chips("v5p:2x2x4", slices=2)[:24])
+
+
+def test_chips_set_apart_are_the_last_of_every_host():
+    """Two of four a host: the others are laid host by host, an engine's block still in one process."""
+    devices = chips("v5e:4x4")
+    rest, apart = set_apart(devices[::-1], 2)
+    assert [d.process_index for d in rest] == [d.process_index for d in apart] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {d.id for d in apart} == {4, 5, 6, 7, 12, 13, 14, 15}  # each host's second row of its 2 x 2
+    grid = device_grid((2, 2, 2, 1), rest, whole=False)
+    for process in range(4):
+        assert {d.process_index for d in own_rows(grid, process).flat} == {process}
+    assert set_apart(devices, 0) == (sorted(devices, key=lambda d: (d.process_index, d.id)), [])
+    with pytest.raises(UserError, match="rewards.policy.devices=4: a process has 4 devices"):
+        set_apart(devices, 4)
+
+
+def test_chips_set_apart_in_several_slices():
+    rest, _ = set_apart(chips("v5p:2x2x2", slices=2), 2)
+    grid = device_grid((2, 2, 2, 1), rest, whole=False)
+    assert [{d.slice_index for d in part.flat} for part in grid] == [{0}, {1}]
+    with pytest.raises(UserError, match="give a multiple of 2"):
+        device_grid((1, 4, 2, 1), rest, whole=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -203,6 +204,33 @@ def test_a_policy_that_judges_is_sized_by_its_own_configuration(tmp_path):
     assert plan.resident.judge == 2 * judge.n_params() + rows and alone.resident.judge == 0
     for phase in ("rollout", "update", "hand-over"):
         assert plan.phases[phase] - alone.phases[phase] == pytest.approx(plan.resident.judge)
+
+
+@pytest.mark.quick
+def test_a_judge_on_chips_of_its_own_is_sized_alone(tmp_path):
+    """Two of eight: the mesh has six places, and what the judge holds is on its own chips only."""
+    cfg = small()
+    cfg.mesh.fsdp, cfg.mesh.replica, cfg.mesh.tensor = 6, 1, 1
+    judge = PRESETS["1.7b"]
+    (tmp_path / "config.json").write_text(json.dumps(judge.to_hf_config()))
+    cfg.rewards.judge, cfg.rewards.policy.path, cfg.rewards.policy.max_tokens = "policy", str(tmp_path), 500
+    with pytest.raises(UserError, match="6 places, plan.topology has 8 chips"):
+        plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+    cfg.rewards.policy.devices = 2
+    plan = plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
+    assert plan.resident.judge == 0
+    rows = (8 + 8) * (1024 + 500 + cfg.rollout.chunk) * 2 * 28 * 8 * 128 * 2
+    norms = 28 * (2 * 2048 + 2 * 128) + 2048  # whole on both chips
+    assert plan.phases["judge"] > (2 * (judge.n_params() + norms) + rows) / 2
+    assert any("judge" in line and "fits" in line for line in report.lines(plan))
+    six = dataclasses.replace(plan.slice, shape=(6,))
+    cfg.rewards.judge, cfg.rewards.policy.devices = "rules", 0
+    alone = plan_for(cfg, six, "x", compiling=False)
+    assert alone.seconds["train compute"] == plan.seconds["train compute"]
+    cfg.rewards.judge, cfg.rewards.policy.devices = "policy", 3
+    cfg.mesh.fsdp = 5
+    with pytest.raises(UserError, match="8 key/value heads cannot be cut over them"):
+        plan_for(cfg, parse_slice("h100:8"), "x", compiling=False)
 
 
 @pytest.mark.quick

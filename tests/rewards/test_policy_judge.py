@@ -73,7 +73,7 @@ def test_polling_advances_its_engine() -> None:
     assert results[0].verdicts == (((False,),),)
 
 
-def reciting(folder: Path, chat: ChatFormat, text: str, **experts: int) -> None:
+def reciting(folder: Path, chat: ChatFormat, text: str, **shape: int) -> None:
     """A model folder whose random layers are drowned out: after the last token of a prompt it says `text`, and stops.
 
     Each token's embedding is a direction of its own, which the output matrix turns into the token that follows.
@@ -83,7 +83,7 @@ def reciting(folder: Path, chat: ChatFormat, text: str, **experts: int) -> None:
     chain = [start, *said, chat.tokenizer.eos_id]
     assert len(set(chain)) == len(chain) <= 64  # each token has one successor
     spec = dataclasses.replace(
-        PRESETS["tiny"], vocab_size=chat.tokenizer.vocab_size, n_layers=1, tie_embeddings=False, **experts
+        PRESETS["tiny"], vocab_size=chat.tokenizer.vocab_size, n_layers=1, tie_embeddings=False, **shape
     )
     params = init_params(spec, jax.random.key(0))
     embed, head = (np.asarray(params[name]).copy() for name in ("embed", "lm_head"))
@@ -136,3 +136,35 @@ def test_a_judge_made_from_a_configuration_runs_on_the_mesh_of_the_engine(monkey
     judging = make_judge(cfg, mesh_for(cfg))
     result = judging.judge(REQUEST)
     assert result.verdicts == (((None,),),) and result.usage["requests"] > 0  # cut off after eight tokens
+
+
+def recited(tmp_path: Path, devices: int, **mesh: int) -> tuple[ModelJudge, object]:
+    """A judge that says that an item holds, of a configuration whose mesh it leaves alone."""
+    cfg = default_config()
+    chat = ChatFormat(load_tokenizer(TOKENIZER), thinking=True)
+    reciting(tmp_path / "judge", chat, '{"answer": true}', n_kv_heads=max(2, devices))
+    cfg.rewards.judge, cfg.rewards.policy.path, cfg.rewards.policy.max_tokens = "policy", str(tmp_path / "judge"), 24
+    cfg.rewards.policy.devices = devices
+    cfg.rollout.max_input_tokens, cfg.rollout.slots, cfg.rollout.live_episodes = 2000, 2, 2
+    cfg.rollout.prefill_chunk, cfg.rollout.chunk = 512, 2
+    cfg.mesh.update(mesh)
+    laid = mesh_for(cfg)
+    return make_judge(cfg, laid), laid
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("devices", "mesh"), [(2, {"replica": 3, "fsdp": 2}), (4, {"fsdp": 4}), (1, {})])
+def test_a_judge_on_devices_of_its_own(tmp_path: Path, devices: int, mesh: dict[str, int]) -> None:
+    """The last ones of eight: none of the mesh's, and its verdicts are those of a judge on the mesh."""
+    judging, laid = recited(tmp_path, devices, **mesh)
+    engine = judging._backend.engine
+    used = {d for x in jax.tree.leaves(engine.params()) for d in x.devices()}
+    assert used == set(jax.devices()[-devices:])
+    assert not used & set(jax.devices()[:1] if laid is None else laid.devices.flat)
+    judging.submit(REQUEST)
+    flying = []
+    while not (results := judging.poll()):
+        flying.append(engine._pools["policy"].flying is not None)
+    assert [r.verdicts for r in results] == [(((True,),),)]
+    # What the next poll waits for was under way while the caller played, though a lane was free.
+    assert len(flying) > 1 and all(flying)
