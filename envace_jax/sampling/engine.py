@@ -49,6 +49,8 @@ COUNTERS = (
     "device_tokens_told",
     "device_tokens_dropped",
 )
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Sizes of one engine.

@@ -38,7 +38,7 @@ def served(req: Request) -> Response:
     return Response(json.dumps(body), content_type="application/json")
 
 
-def judging_engine(cfg, spec, params, *_):
+def judging_engine(cfg, spec, params, *_, **__):
     """Stands in for the engine of the policy that judges: what it reads is its own chat format's prompt."""
     chat = build.chat_format(cfg)
 
