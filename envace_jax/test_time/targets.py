@@ -1,10 +1,11 @@
 """Warm-start rows that teach a policy to judge its rehearsals, to remember them, and to act on a memory.
 
 From a task's own dialogue, which is right, and another one of the same task, which is flawed: a self-evaluation of
-each (what is missing, what was made too often), a memory of some of both (the calls that are right, in order), and
-ACT's own rows once more with notes under each user message. The notes are that memory, or, since what is remembered in
-practice is not always right, the flawed dialogue's calls, or the rehearsals themselves as sequential rehearsal tells
-them; what ACT then does is right in every case.
+each (what is missing, what was made too often), a memory of some of both (the calls that are right, in order), and both
+roles' own rows once more with notes under each user message and without anything that grounds REHEARSE: so it is asked
+at test time. The notes are that memory, or, since what is remembered in practice is not always right, the flawed
+dialogue's calls, or the rehearsals themselves as sequential rehearsal tells them; what ACT then does is right in every
+case.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def review_rows(
     flawed: Sequence[Message] | None = None,
     memory_tokens: int = 512,
 ) -> list[Row]:
-    """ACT ledgers of one task: self-evaluations, memories, and the dialogue with memories attached.
+    """Ledgers of one task: self-evaluations, memories, and the dialogue with notes attached, played by both roles.
 
     Args:
         task: its messages are the right dialogue.
@@ -73,8 +74,7 @@ def review_rows(
             message = replace(message, content=reviewer.attach(message.content, next(users)))
         messages.append(message)
     noted = replace(task, messages=tuple(messages))
-    acts = teacher_rows(noted, chat, replace(cfg, judged=False), grounding=NoGrounding())
-    return rows + [row for row in acts if row.role is Role.ACT]
+    return [*rows, *teacher_rows(noted, chat, replace(cfg, judged=False), grounding=NoGrounding())]
 
 
 def flawed_messages(task: Task, rng: random.Random) -> tuple[Message, ...] | None:

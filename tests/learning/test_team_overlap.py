@@ -51,7 +51,7 @@ def test_two_processes_play_ahead_as_one_does(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("victim", "place", "number", "sign"),
-    [(1, "update", 3, "SIGKILL"), (0, "save", 1, "SIGKILL"), (1, "update", 2, "SIGTERM"), (0, "judge", 7, "SIGTERM")],
+    [(1, "update", 3, "SIGKILL"), (0, "save", 1, "SIGKILL"), (1, "update", 2, "SIGTERM"), (0, "judge", 3, "SIGTERM")],
 )
 def test_one_of_two_dies_and_the_end_is_the_same(whole, tmp_path, victim, place, number, sign):
     folder = tmp_path / "run"
