@@ -122,6 +122,7 @@ class Half(Processes):
         return [value, {"trajectories": [t for t in self.theirs if mine and name == f"step {t['step'] + 1}"]}]
 
 
+@pytest.mark.long
 def test_what_each_played_ahead_is_gathered_after_the_update(tmp_path, monkeypatch):
     """Half a batch is played here: rows, losses and checkpoint are those of the whole one."""
     monkeypatch.setattr(setup, "make_engine", counting_engine)
