@@ -83,10 +83,11 @@ class Client:
         return _joined(said)
 
     async def vanish(self, body: Any) -> None:
-        """Reads the beginning of a stream and goes away."""
+        """Reads the beginning of a stream and goes away; where the server is full (429) it was never there."""
         reader, writer = await asyncio.open_connection(HOST, self.port)
         writer.write(head("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}).encode()))
-        await reader.readuntil(b'"delta"')
+        if b" 429 " not in await reader.readline():
+            await reader.readuntil(b'"delta"')
         writer.transport.abort()
 
     async def counter(self, name: str) -> float:
