@@ -21,7 +21,8 @@ def test_slices_of_queries_change_nothing(monkeypatch):
     k, v = (jax.random.normal(key, (2, 2, 80, 8)) for key in keys[1:])
     positions = jnp.arange(64)[None] + jnp.array([[16], [3]])
     whole = jax.jit(kv_cache.prefill_attention)(q, k, v, positions)
-    monkeypatch.setattr(kv_cache, "SCORE_BYTES", 4 * 2 * 4 * 16 * 80)
+    for name in ("SCORE_BYTES", "CPU_SCORE_BYTES"):
+        monkeypatch.setattr(kv_cache, name, 4 * 2 * 4 * 16 * 80)
     text = str(jax.make_jaxpr(lambda *a: kv_cache.prefill_attention(*a))(q, k, v, positions))
     assert "scan" in text and "2,2,2,16,80" in text  # sixteen queries at a time
     sliced = jax.jit(lambda *a: kv_cache.prefill_attention(*a))(q, k, v, positions)
