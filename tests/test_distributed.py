@@ -13,8 +13,8 @@ import pytest
 
 from envace_jax.config import UserError
 from envace_jax.distributed import GRACE, Processes, Watch, initialize
+from envace_jax.interrupts import Interrupts, Preempted
 from envace_jax.learning.handover import HandOver, checksum, local_mesh
-from envace_jax.learning.interrupts import Interrupts, Preempted
 from envace_jax.learning.shared import exchange, share
 from envace_jax.model.qwen3 import init_params
 from envace_jax.model.sharding import Rules, make_mesh, param_shardings

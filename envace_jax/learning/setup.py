@@ -17,12 +17,12 @@ from envace_jax.datasets.pipeline import TaskIterator
 from envace_jax.datasets.records import Task
 from envace_jax.datasets.sources import source_counts
 from envace_jax.distributed import Processes
+from envace_jax.interrupts import Interrupts
 from envace_jax.learning.arms import Arm, make_arm
 from envace_jax.learning.bucket import checkpoint_place, push
 from envace_jax.learning.checkpoint import Checkpoints
 from envace_jax.learning.groups import connect
 from envace_jax.learning.handover import HandOver, local_mesh
-from envace_jax.learning.interrupts import Interrupts
 from envace_jax.learning.learner import Learner, update_config
 from envace_jax.learning.looking import CompileLog
 from envace_jax.learning.metrics import Display, Metrics, NoSink, Sink

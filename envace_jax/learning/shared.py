@@ -11,7 +11,7 @@ from typing import Any
 
 from envace_jax.datasets.records import Task
 from envace_jax.distributed import Processes
-from envace_jax.learning.interrupts import Interrupts, Preempted
+from envace_jax.interrupts import Interrupts, Preempted
 from envace_jax.rehearsal.rollout import Play, rollout
 from envace_jax.rehearsal.trajectory import Trajectory
 

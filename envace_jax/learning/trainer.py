@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from envace_jax.config import UserError
 from envace_jax.distributed import processes
 from envace_jax.evaluation.fidelity import Pair
+from envace_jax.interrupts import Preempted
 from envace_jax.json_files import read_json
 from envace_jax.learning.advantage import (
     Credit,
@@ -37,7 +38,6 @@ from envace_jax.learning.advantage import (
 from envace_jax.learning.arms import Arm
 from envace_jax.learning.bucket import checkpoint_place
 from envace_jax.learning.checkpoint import Checkpoints
-from envace_jax.learning.interrupts import Preempted
 from envace_jax.learning.looking import (
     memory,
     peak_flops,

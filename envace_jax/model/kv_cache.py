@@ -97,8 +97,15 @@ def put(cache: KVCache, layer: Any, k_RxKxPxDh: jax.Array, v_RxKxPxDh: jax.Array
     return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
 
 
-def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array, count_B: jax.Array) -> KVCache:
-    """Appends a chunk's buffer `[B, K, C, Dh]` to every row at its own length (rows in the same order).
+def take_rows(cache: KVCache, rows_B: jax.Array) -> KVCache:
+    """A cache of these rows alone."""
+    return jax.tree.map(lambda whole: jnp.take(whole, rows_B, axis=whole.ndim - 4, mode="clip"), cache)
+
+
+def merge(
+    main: KVCache, buffer: KVCache, starts_B: jax.Array, count_B: jax.Array, rows_B: jax.Array | None = None
+) -> KVCache:
+    """Appends a chunk's buffer `[B, K, C, Dh]` to rows `rows_B` (distinct; all of them, in order), each at its length.
 
     Only the first `count_B` positions count; zeros are written for the others, which may hold anything.
     """
@@ -106,13 +113,17 @@ def merge(main: KVCache, buffer: KVCache, starts_B: jax.Array, count_B: jax.Arra
     buffer = jax.tree.map(lambda part: jnp.where(kept_Bx1xCx1, part, 0), buffer)
 
     def rows(whole: jax.Array, part: jax.Array) -> jax.Array:
-        update = lambda w, p, s: jax.lax.dynamic_update_slice(w, p, (0, s, 0))  # noqa: E731
-        return jax.vmap(update)(whole, part, starts_B)
+        if rows_B is None:
+            update = lambda w, p, s: jax.lax.dynamic_update_slice(w, p, (0, s, 0))  # noqa: E731
+            return jax.vmap(update)(whole, part, starts_B)
+        positions_BxC = starts_B[:, None] + jnp.arange(part.shape[2])[None]
+        return whole.at[rows_B[:, None], :, positions_BxC].set(jnp.swapaxes(part, 1, 2), mode="drop")
 
     def stacked(whole: jax.Array, part: jax.Array) -> jax.Array:
         # Unrolled on purpose: as a loop it crashes libtpu, and a scatter is slow there.
         for r in range(part.shape[1]):
-            whole = jax.lax.dynamic_update_slice(whole, part[:, r : r + 1], (0, r, 0, starts_B[r], 0))
+            row = r if rows_B is None else rows_B[r]
+            whole = jax.lax.dynamic_update_slice(whole, part[:, r : r + 1], (0, row, 0, starts_B[r], 0))
         return whole
 
     return jax.tree.map(stacked if main.stacked else rows, main, buffer)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from envace_jax.build import chat_format, load_model, make_engine, make_judge, mesh_for
 from envace_jax.config import UserError
 from envace_jax.datasets.sources import load_tasks
+from envace_jax.interrupts import Interrupts
 from envace_jax.options import new_file, whole
 from envace_jax.rehearsal.grounding import make_grounding
 from envace_jax.rehearsal.rollout import rollout
@@ -37,6 +38,7 @@ def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
     spec, params = load_model(cfg, chat, mesh)
     engine = make_engine(cfg, spec, params, mesh=mesh)
     group_size = cfg.learning.group_size
+    interrupts = Interrupts()
     played = rollout(
         tasks,
         engine=engine,
@@ -46,10 +48,12 @@ def run_rollout(cfg: ConfigDict, args: argparse.Namespace) -> None:
         seed=cfg.seed,
         group_size=group_size,
         grounding=make_grounding(cfg.rollout.grounding, cfg.rollout.worldbook),
+        interrupted=lambda: interrupts.pending is not None,
     )
     ends: Counter[str] = Counter()
     rewards = []
-    with TrajectoryWriter(args.out) as writer:
+    with interrupts, TrajectoryWriter(args.out) as writer:
+        interrupts.hold()  # the rollout asks for it; nothing that has been played is lost between it and the file
         for trajectory in track(played, "rollout", total=len(tasks) * group_size):
             writer.write(trajectory)
             ends[trajectory.end_reason] += 1

@@ -231,9 +231,10 @@ class _Node:
 def run_flows(flows: Iterable[tuple[Any, Flow]], engine: Any, *, live: int = 64) -> Iterator[tuple[Any, Any]]:
     """Runs keyed flows, at most `live` at once, and yields (key, result) as they end.
 
-    What a flow raises ends the run: requests under way are cancelled and the error goes on.
+    What a flow raises ends the run: requests under way are cancelled, ledgers released, and the error goes on.
     """
     source = iter(flows)
+    kept: set[Hashable] = set()
     ready: deque[tuple[_Node, Any]] = deque()
     asking: dict[int, _Node] = {}
     waiting: dict[Future, _Node] = {}
@@ -261,8 +262,10 @@ def run_flows(flows: Iterable[tuple[Any, Flow]], engine: Any, *, live: int = 64)
             return
         if isinstance(wanted, Request):
             asking[engine.submit(wanted)] = node
+            kept.add(wanted.affinity)
         elif isinstance(wanted, Release):
             engine.release(wanted.affinity)
+            kept.discard(wanted.affinity)
             ready.append((node, None))
         elif isinstance(wanted, Future):
             waiting[wanted] = node
@@ -306,6 +309,8 @@ def run_flows(flows: Iterable[tuple[Any, Flow]], engine: Any, *, live: int = 64)
     finally:
         for number in asking:
             engine.cancel(number)
+        for affinity in kept - {None}:
+            engine.release(affinity)
 
 
 def say(

@@ -52,6 +52,7 @@ def rollout(
     observe: Observer | None = None,
     grounding: Grounding | None = None,
     timings: dict[str, float] | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Trajectory]:
     """Plays `group_size` episodes of every task and yields each trajectory as soon as it is finished, all in the end.
 
@@ -70,7 +71,9 @@ def rollout(
     With `cfg.control="device"` whole episodes are played on the device (`rehearsal.device_control`), to the same
     trajectories; where an outside source observes, the host has control all the same.
 
-    On Ctrl-C the episodes under way are cancelled, yielded as masked trajectories, and the interrupt goes on.
+    On Ctrl-C the episodes under way are cancelled, yielded as masked trajectories, and the interrupt goes on. One that
+    comes while the caller is at work on a trajectory is raised there and ends the rollout without them; a caller that
+    wants them all the same catches the signal itself and says so by `interrupted`, which is asked between two steps.
 
     Raises:
         UserError: when the engine's rows cannot hold the configured prompts.
@@ -87,7 +90,7 @@ def rollout(
         from envace_jax.rehearsal.device_control import DeviceControl
 
         engine = DeviceControl(engine, setting, config, step, seed)
-    loop = _Loop(engine, config, judge, setting, step, seed, observe)
+    loop = _Loop(engine, config, judge, setting, step, seed, observe, interrupted)
     starts = (
         episode.start(setting, task, group=first_group + g, member=member)
         for g, task in enumerate(tasks)
@@ -124,7 +127,9 @@ class _Loop:
         step: int,
         seed: int,
         observe: Observer | None,
+        interrupted: Callable[[], bool],
     ) -> None:
+        self.interrupted = interrupted
         self.engine, self.cfg, self.judge, self.observe = engine, cfg, judge, observe
         self.setting, self.step, self.seed = setting, step, seed
         self.live: dict[tuple[int, int], _Live] = {}
@@ -142,6 +147,8 @@ class _Loop:
         nap = 0.0
         try:
             while True:
+                if self.interrupted():
+                    raise KeyboardInterrupt
                 self._admit(starts)
                 while self.ready:
                     self._advance(self.ready.popleft())

@@ -63,7 +63,8 @@ class Pool:
         self.floats = np.ones((self.slots, 2), np.float32)
         self.waiting: deque[Live] = deque()
         self.clock = itertools.count(1)
-        self.flying: tuple[dict[int, Live], jax.Array, jax.Array, jax.Array | None] | None = None
+        # By its place in what a chunk returns: who was live in it, and in which lane.
+        self.flying: tuple[dict[int, tuple[int, Live]], jax.Array, jax.Array, jax.Array | None] | None = None
         self.roomy = 0
 
     # ---- whose row is what
@@ -275,6 +276,7 @@ class Pool:
         guided = [lane for lane, live in self.live.items() if live.request.guide is not None]
         # Copies: a device may read what it was handed long after this returns, and this changes before the next chunk.
         arrays = (self.ints.copy(), self.floats.copy())
+        order = np.arange(self.slots)
         if guided:
             allowed = np.ones((self.slots, self.run.spec.vocab_size), bool)
             for lane in guided:
@@ -289,9 +291,15 @@ class Pool:
             self.lanes, *told = self.run.verify(self.params, self.lanes, drafts, None, *arrays)
         else:
             patience = max(1, int(self.patience * len(self.live)))
-            self.lanes, *told = self.run.decode(self.params, self.lanes, *arrays, patience)
+            width = self.run.width_for(len(self.live))
+            if width < self.slots:  # the live lanes, and as many others as fill the program
+                order = np.argsort(~np.isin(order, list(self.live)), kind="stable")[:width].astype(np.int32)
+                arrays = (self.ints[order], self.floats[order])
+            rows = order if width < self.slots else None
+            self.lanes, *told = self.run.decode(self.params, self.lanes, *arrays, patience, rows)
         out, logps, experts = told
-        self.flying = dict(self.live), out, logps, experts
+        live = {at: (lane, self.live[lane]) for at, lane in enumerate(order.tolist()) if lane in self.live}
+        self.flying = live, out, logps, experts
 
     def _guesses(self) -> np.ndarray:
         """Prompt look-up: what followed the last place in the row where its latest tokens stood, -1 where nothing."""
@@ -323,33 +331,33 @@ class Pool:
         chunk = logps.shape[1]
         counts, codes = out[:, chunk], out[:, chunk + 1]
         self.counters["chunks"] += 1
-        self.counters["slot_iterations"] += int(out[:, chunk + 2].max()) * self.slots
+        self.counters["slot_iterations"] += int(out[:, chunk + 2].max()) * len(out)
         self.counters["tokens_sampled"] += int(counts.sum())
         self.counters["tokens_guessed_right"] += int(np.maximum(counts - out[:, chunk + 2], 0).sum())
         finished, broken, again = [], [], []
-        for lane, live in flying.items():
+        for at, (lane, live) in flying.items():
             if self.live.get(lane) is not live:  # cancelled meanwhile
-                if codes[lane] == NAN:
+                if codes[at] == NAN:
                     broken.append(lane)
                 continue
-            n = int(counts[lane])
+            n = int(counts[at])
             if n:
-                ids = out[lane, :n]
+                ids = out[at, :n]
                 live.ids += ids.tolist()
                 if live.request.guide is not None:
                     for token in ids.tolist():
                         live.request.guide.accept(token)
-                live.logprobs += logps[lane, :n].tolist()
+                live.logprobs += logps[at, :n].tolist()
                 if experts is not None:
-                    live.experts += experts[lane, :n].tobytes()
-                at = int(self.valid[lane]) + 1
-                self.tokens[lane, at : at + n] = ids[: self.tokens.shape[1] - at]
+                    live.experts += experts[at, :n].tobytes()
+                end = int(self.valid[lane]) + 1
+                self.tokens[lane, end : end + n] = ids[: self.tokens.shape[1] - end]
                 self.valid[lane] += n
                 ints = self.ints[lane]
                 ints[programs.LENGTH_COLUMN] += n
                 ints[programs.PENDING] = ids[-1]
                 ints[programs.REMAINING] -= n
-            if codes[lane] == NAN:
+            if codes[at] == NAN:
                 broken.append(lane)
                 if live.shares and not (live.ids or live.alone):
                     # What it copied may have been broken by a row that shares its prefix and nothing else: once more.
@@ -357,8 +365,8 @@ class Pool:
                     again.append(self._leave(lane))
                     continue
                 self.counters["rows_nan"] += 1
-            if codes[lane] != RUNNING:
-                finished.append(self._close(lane, FINISH[int(codes[lane])]))
+            if codes[at] != RUNNING:
+                finished.append(self._close(lane, FINISH[int(codes[at])]))
         self._wipe(broken)
         self.waiting.extendleft(reversed(again))
         return finished
@@ -389,7 +397,7 @@ class Pool:
                 return Completion(request_id, (), (), "cancelled")
         for lane, live in self.live.items():
             if live.id == request_id:
-                flies = self.flying is not None and self.flying[0].get(lane) is live
+                flies = self.flying is not None and any(one is live for _, one in self.flying[0].values())
                 if not (live.ids or flies):  # nobody has seen yet whether its prompt is sound, and nobody will
                     self._wipe([lane])
                 return self._close(lane, "cancelled")

@@ -34,6 +34,9 @@ LENGTH_COLUMN, PENDING, REMAINING, KEY, TOP_K, STOPS = 0, 1, 2, 3, 5, 6
 """Columns of the integer row state: valid positions, token to feed next, tokens still allowed (0 = not live),
 two key words, top-k, then the stop ids (-1 where unused). The float state holds temperature and top-p."""
 
+NARROWEST = 8
+"""Fewest lanes for which a decode program of its own is worth compiling."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
@@ -44,6 +47,7 @@ class Shapes:
     chunk: int
     stop_ids: int
     lengths: tuple[int, ...]
+    widths: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
     copies: tuple[int, ...]
 
@@ -53,7 +57,8 @@ class Shapes:
     ) -> Shapes:
         """Ladders for the sizes of an engine.
 
-        Lanes are a quarter, half or all of `max_length + chunk` long. A prefill call takes R rows of P tokens: P in
+        Lanes are a quarter, half or all of `max_length + chunk` long; a decode call may take a quarter or half of them
+        where that leaves some (`NARROWEST`). A prefill call takes R rows of P tokens: P in
         at most three steps from 16 to `prefill_chunk`, R such that R * P is `4 * prefill_chunk`, or a quarter of that.
         """
         top = -(-(max_length + chunk) // 16) * 16
@@ -67,7 +72,8 @@ class Shapes:
             widest = max(1, min(slots, 4 * prefill_chunk // p))
             prefill += [(r, p) for r in sorted({widest, max(1, widest // 4)})]
         copies = tuple(sorted({min(8, slots), slots}))
-        return cls(slots, shelf, chunk, stop_ids, tuple(lengths), tuple(prefill), copies)
+        widths = (*(n for n in (slots // 4, slots // 2) if n >= NARROWEST), slots)
+        return cls(slots, shelf, chunk, stop_ids, tuple(lengths), widths, tuple(prefill), copies)
 
     def length_for(self, positions: int) -> int:
         """The smallest lane length that holds `positions`."""
@@ -84,8 +90,12 @@ class Shapes:
         return next((r for r in self.copies if r >= n), self.copies[-1])
 
     def contexts(self, piece: int, length: int) -> tuple[int, ...]:
-        """How many positions a prefill of `piece` tokens may read in lanes of `length`: few, or all."""
-        return tuple(n for n in sorted({self.lengths[0], length}) if piece <= n <= length)
+        """How many positions a prefill of `piece` tokens may read in lanes of `length`.
+
+        Any length of the ladder for the longest piece, which does most of the work; few or all for shorter ones.
+        """
+        ladder = self.lengths if piece == self.prefill[-1][1] else (self.lengths[0], length)
+        return tuple(n for n in sorted(set(ladder)) if piece <= n <= length)
 
 
 def _recorded(routing: Routing | None) -> jax.Array:
@@ -100,6 +110,7 @@ def decode(
     ints_BxN: jax.Array,
     floats_Bx2: jax.Array,
     patience: jax.Array,
+    rows_B: jax.Array | None = None,
     *,
     spec: Qwen3Spec,
     options: qwen3.ForwardOptions,
@@ -111,6 +122,9 @@ def decode(
     Each iteration feeds a row's pending token at its next position and samples one. A row stops at a stop id, at
     its token limit, or when its logits are not finite (that token is not counted). The loop returns early once
     the iterations that stopped rows sat through, summed over rows, reach `patience`, or no row is live.
+
+    With `rows_B` only these (distinct) rows of the cache are advanced, and what is returned is of them, in that order:
+    they are read out once a chunk, so that the rows in which nothing goes on cost nothing.
 
     Returns the cache (donated in, aliased out), int32 [B, C + 3] (tokens, number of tokens, finish code, number of
     iterations), float32 [B, C] log-probabilities and, with `record`, int16 [B, C, L, k]: the experts of a mixture that
@@ -124,8 +138,11 @@ def decode(
     rules, stacked = options.rules, main.stacked
     heads, rows = rules.spec(None, "heads", None), P(None)
     layer_spec, cache_spec = (kv_cache.cache_spec(rules, stacked=x) for x in (False, stacked))
+    whole, chosen = main, () if rows_B is None else (rows_B,)
+    if rows_B is not None:
+        main = kv_cache.local(kv_cache.take_rows, (cache_spec, rows), cache_spec)(whole, rows_B)
     read = kv_cache.local(kv_cache.decode_attention, (heads, layer_spec, layer_spec, rows, P()), heads)
-    merge = kv_cache.local(kv_cache.merge, (cache_spec, cache_spec, rows, rows), cache_spec)
+    merge = kv_cache.local(kv_cache.merge, (cache_spec, cache_spec, rows, rows, *(rows for _ in chosen)), cache_spec)
     buffer = kv_cache.empty_buffer(main, chunk)
 
     def attend(carry: KVCache, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cursor: jax.Array):
@@ -183,7 +200,7 @@ def decode(
     n, _, _, _, count_B, finish_B, tokens_BxC, logps_BxC, experts_BxCxLxK, buffer = jax.lax.while_loop(
         more, advance, state
     )
-    main = merge(main, buffer, length_B, count_B)
+    main = merge(whole, buffer, length_B, count_B, *chosen)
     facts_Bx3 = jnp.stack([count_B, finish_B, jnp.full_like(count_B, n)], axis=1)
     return main, jnp.concatenate([tokens_BxC, facts_Bx3], axis=1), logps_BxC, experts_BxCxLxK
 
@@ -426,12 +443,28 @@ class Programs:
             self.compiled[name, *key] = program
         return program
 
-    def decode(self, params: Any, main: KVCache, ints: np.ndarray, floats: np.ndarray, patience: int) -> Any:
-        args = (params, main, ints, floats, np.int32(patience))
+    def decode(
+        self,
+        params: Any,
+        main: KVCache,
+        ints: np.ndarray,
+        floats: np.ndarray,
+        patience: int,
+        rows: np.ndarray | None = None,
+    ) -> Any:
+        args = (params, main, ints, floats, np.int32(patience), rows)
         function = functools.partial(
             decode, spec=self.spec, options=self.options, chunk=self.shapes.chunk, record=self.record
         )
-        return self.program("decode", (main.rows, main.length), function, 1, args)(*args)
+        return self.program("decode", (len(ints), main.length), function, 1, args)(*args)
+
+    def width_for(self, rows: int) -> int:
+        """How many lanes a decode call takes for `rows` live ones.
+
+        All of them where layers are stacked: what a narrow call reads out is memory that the plan of a large model does
+        not have to spare.
+        """
+        return self.shapes.slots if self.stacked else next(n for n in self.shapes.widths if n >= rows)
 
     def verify(
         self,
@@ -482,7 +515,9 @@ class Programs:
                 drafts = np.zeros((shapes.slots, draft), np.int32)
                 main, *_ = self.verify(params, main, drafts, None, ints, floats)
             else:
-                main, *_ = self.decode(params, main, ints, floats, 1)
+                for n in sorted({self.width_for(n) for n in shapes.widths}):
+                    some = None if n == shapes.slots else np.arange(n, dtype=np.int32)
+                    main, *_ = self.decode(params, main, ints[:n], floats[:n], 1, some)
             if guided:
                 allowed = np.ones((shapes.slots, self.spec.vocab_size), bool)
                 main, *_ = self.verify(params, main, np.zeros((shapes.slots, 0), np.int32), allowed, ints, floats)

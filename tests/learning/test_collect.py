@@ -8,8 +8,8 @@ import pytest
 from learning_common import FakeTrajectory, tiny_config
 
 from envace_jax.distributed import Processes
+from envace_jax.interrupts import Interrupts, Preempted
 from envace_jax.learning import trainer
-from envace_jax.learning.interrupts import Interrupts, Preempted
 from envace_jax.learning.overlap import Batch
 from envace_jax.learning.shared import Agreed
 

@@ -6,14 +6,18 @@ import dataclasses
 import gc
 import hashlib
 import itertools
+import os
 import random
+import signal
 import threading
 import time
 import tracemalloc
+from collections import Counter
 
 import pytest
 
 from envace_jax.config import UserError
+from envace_jax.interrupts import Interrupts
 from envace_jax.rehearsal.episode import scene
 from envace_jax.rehearsal.observers import EndpointObserver, RealObserver, observe_recorded
 from envace_jax.rehearsal.prompts import _Memo
@@ -210,6 +214,27 @@ def test_interrupt_keeps_what_there_is(chat, tmp_path):
     assert {t.masked_cause for t in kept} == {None, "interrupted"}
     assert all(t.reward == 1.0 for t in kept if t.masked_cause is None)
     assert not engine._live
+
+
+@pytest.mark.quick
+def test_interrupt_while_the_caller_works(chat, tmp_path):
+    """Ctrl-C between two trajectories, in the writer's hands: nothing that was begun is missing in the file."""
+    engine = ScriptedEngine(SCRIPT, chat.tokenizer, delay=lambda request: 1 + request.key[2])
+    path = tmp_path / "trajectories.jsonl"
+    interrupts, yielded = Interrupts(), 0
+    asked = lambda: interrupts.pending is not None  # noqa: E731
+    options = dict(engine=engine, chat=chat, cfg=RolloutConfig(), judge=RuleJudge(), group_size=2, interrupted=asked)
+    with pytest.raises(KeyboardInterrupt), interrupts, TrajectoryWriter(path) as writer:
+        interrupts.hold()
+        for trajectory in rollout(tasks(4), **options):
+            yielded += 1
+            if yielded == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            writer.write(trajectory)
+    kept = list(read_trajectories(path))
+    assert len({(t.group, t.member) for t in kept}) == len(kept) == yielded == 8
+    assert Counter(t.masked_cause for t in kept) == {None: 2, "interrupted": 6}
+    assert engine.idle or not engine._live
 
 
 @pytest.mark.quick

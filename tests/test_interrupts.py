@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from envace_jax.learning.interrupts import Interrupts, Preempted
+from envace_jax.interrupts import Interrupts, Preempted
 
 pytestmark = pytest.mark.quick
 
