@@ -127,6 +127,8 @@ class Line:
         by_seed: success of every seed.
         tokens: generated tokens a task, private ones included.
         evaluations: self-evaluations of rehearsals: how many said good, bad, and nothing that could be read.
+        where: of the rehearsing rows, number of runs and gain of those whose rehearsals were all judged good, of the
+            other ones, of those with one user turn, and of those with several.
     """
 
     method: str
@@ -137,6 +139,19 @@ class Line:
     by_seed: tuple[float, ...]
     tokens: float
     evaluations: tuple[int, int, int]
+    where: tuple[tuple[int, Interval | None], ...] = ()
+
+
+def _where(rows: Sequence[tuple[Result, float]]) -> tuple[tuple[int, Interval | None], ...]:
+    """`Line.where` of results, each with the score of N = 0 on the same task and seed."""
+    good = [bool(r.parts["evaluations"]) and all(x == 1.0 for x in r.parts["evaluations"]) for r, _ in rows]
+    short = [len(r.transcript or ()) <= 1 for r, _ in rows]
+    out: list[tuple[int, Interval | None]] = []
+    for marks in (good, [not x for x in good], short, [not x for x in short]):
+        part = [row for row, mark in zip(rows, marks) if mark]
+        scores, before, tasks = [r.score for r, _ in part], [b for _, b in part], [r.task for r, _ in part]
+        out.append((len(part), paired_cluster_bootstrap(scores, before, tasks) if part else None))
+    return tuple(out)
 
 
 def summary(folder: Path, ns: Sequence[int], seeds: Sequence[int], controls: Sequence[str] = CONTROLS) -> list[Line]:
@@ -167,6 +182,7 @@ def summary(folder: Path, ns: Sequence[int], seeds: Sequence[int], controls: Seq
                 tuple(sum(r.score for r in run) / len(run) for run in runs.values()),
                 sum(result.tokens for _, result in rows) / len(rows),
                 (said.count(1.0), said.count(0.0), said.count(None)),
+                _where([(r, b) for (_, r), b in zip(rows, before)]) if said else (),
             )
         )
     return lines
@@ -178,16 +194,27 @@ def table(lines: Sequence[Line]) -> str:
         "| method | N | rehearser | success | gain over N = 0 | by seed | tokens a task | judged good / bad / unread |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    said = lambda gain: "" if gain is None else f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"  # noqa: E731
     for x in lines:
         seeds = ", ".join(f"{value:.3f}" for value in x.by_seed)
         judged = " / ".join(map(str, x.evaluations)) if any(x.evaluations) else ""
-        gain = "" if x.gain is None else f"{x.gain.mean:+.3f} [{x.gain.low:+.3f}, {x.gain.high:+.3f}]"
-        out.append(
-            f"| {x.method} | {x.n} | {x.rehearser} | {x.success} | {gain} | {seeds} | {x.tokens:.0f} | {judged} |"
-        )
+        cell = f"{x.method} | {x.n} | {x.rehearser} | {x.success} | {said(x.gain)}"
+        out.append(f"| {cell} | {seeds} | {x.tokens:.0f} | {judged} |")
     gains = [x.gain for x in lines if x.gain is not None]
+    if any(x.where for x in lines):
+        out += [
+            "",
+            "Gain over N = 0 by what rehearsals were judged, and by the user turns of the task (number of runs):",
+            "",
+            "| method | N | rehearser | all judged good | others | one turn | several turns |",
+            "|---|---|---|---|---|---|---|",
+        ]
+    for x in lines:
+        if x.where:
+            parts = " | ".join(f"{said(gain)} ({n})" for n, gain in x.where)
+            out.append(f"| {x.method} | {x.n} | {x.rehearser} | {parts} |")
     if gains:
-        smallest = sorted(detectable(gain) for gain in gains)
+        smallest = sorted(detectable(gain) for gain in gains if gain.low < gain.high) or [0.0]
         out += [
             "",
             f"{lines[0].success.n // len(lines[0].by_seed)} tasks, {len(lines[0].by_seed)} seeds; a true gain over "

@@ -92,10 +92,13 @@ class Shapes:
     def contexts(self, piece: int, length: int) -> tuple[int, ...]:
         """How many positions a prefill of `piece` tokens may read in lanes of `length`.
 
-        Any length of the ladder for the longest piece, which does most of the work; few or all for shorter ones.
+        For the longest piece, which does most of the work, any length of the ladder, or itself alone where that is much
+        shorter; few or all for the others.
         """
-        ladder = self.lengths if piece == self.prefill[-1][1] else (self.lengths[0], length)
-        return tuple(n for n in sorted(set(ladder)) if piece <= n <= length)
+        ladder = {self.lengths[0], length}
+        if piece == self.prefill[-1][1]:
+            ladder |= {*self.lengths} | ({piece} if 2 * piece <= self.lengths[0] else set())
+        return tuple(n for n in sorted(ladder) if piece <= n <= length)
 
 
 def _recorded(routing: Routing | None) -> jax.Array:

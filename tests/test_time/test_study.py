@@ -52,8 +52,10 @@ def test_cells_commands_table_and_plot(tmp_path):
                 if (cell.name, task) == ("trials-1-trained-seed0", 3):
                     continue  # stopped before its end: its row is left out as well
                 score = float(task < 2 + cell.n - (cell.rehearser == "warm"))
-                parts = {"evaluations": [1.0, None]} if cell.method == "rehearse-parallel" else {}
-                file.write(Result(f"t{task}", 0, "quickstart", score, tokens=100 * (cell.n + 1), parts=parts))
+                said = [1.0, None] if task else [1.0, 1.0]
+                parts = {"evaluations": said} if cell.method == "rehearse-parallel" else {}
+                more = dict(tokens=100 * (cell.n + 1), parts=parts, transcript=[{}] * (1 + (task == 3)))
+                file.write(Result(f"t{task}", 0, "quickstart", score, **more))
     lines = study.summary(tmp_path, args.n, args.seeds)
     assert len(lines) == 15
     by_name = {(x.method, x.n, x.rehearser): x for x in lines}
@@ -61,10 +63,14 @@ def test_cells_commands_table_and_plot(tmp_path):
     assert by_name["rehearse-parallel", 1, "warm"].by_seed == (0.5, 0.5)
     assert by_name["rehearse-sequential", 2, "trained"].success.mean == 1.0
     assert by_name["rehearse-parallel", 1, "trained"].gain.mean == 0.25  # one task of four, in both seeds
-    assert by_name["rehearse-parallel", 1, "trained"].evaluations == (8, 0, 8)
+    assert by_name["rehearse-parallel", 1, "trained"].evaluations == (10, 0, 6)
+    # Four tasks in two seeds: task 0, right either way; 1 to 3, of which 2 is gained; all but 3; task 3.
+    where = by_name["rehearse-parallel", 1, "trained"].where
+    assert [(n, round(gain.mean, 3)) for n, gain in where] == [(2, 0.0), (6, 0.333), (6, 0.333), (2, 0.0)]
     text = study.table(lines)
     assert "| vote | 2 | trained | 1.000 [1.000, 1.000] | +0.500 [+0.000, +1.000] | 1.000, 1.000 | 300 |  |" in text
     assert "4 tasks, 2 seeds; a true gain over N = 0 found with 80% power" in text
+    assert "| rehearse-parallel | 1 | trained | +0.000 [+0.000, +0.000] (2) | +0.333 [" in text
     study.plot(lines, tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
