@@ -34,6 +34,7 @@ def test_ten_thousand_episodes(control):
     chat = ChatFormat(ToyTokenizer(), thinking=True, tool_docs="none", old_thinking="keep")
     sizes = EngineConfig(slots=32, shelf=64, max_length=192, chunk=8, prefill_chunk=64)
     engine = Engine(params, spec, sizes, seed=1)
+    engine.warm_up()  # what the last few rows of a run ask for is else compiled when memory has been looked at
     rules = EpisodeConfig(
         context="stream",
         rehearse_prompt="compact",
