@@ -83,14 +83,25 @@ Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 """Prompts and forced lengths to outputs."""
 
 
-def in_order(played: Played, generate: Generate, batch_size: int = 64) -> int:
-    """All ACT prompts, then all REHEARSE prompts, in batches, whole prompts each time; how many tokens were useful."""
+LONGEST_SIDE = 600.0
+"""Seconds after which an outside side begins no further batch; its rate is that of what it did until then."""
+
+
+def in_order(
+    played: Played, generate: Generate, batch_size: int = 64, enough: Callable[[], bool] = lambda: False
+) -> int:
+    """All ACT prompts, then all REHEARSE prompts, in batches, whole prompts each time; how many tokens were useful.
+
+    `enough` ends it before the next batch.
+    """
     head, conversations = played
     useful = 0
     while any(not c.done for c in conversations):
         for role in (ACT, REHEARSE):
             batch = [c for c in conversations if not c.done and c.turns[c.at].role == role]
             for part in (batch[i : i + batch_size] for i in range(0, len(batch), batch_size)):
+                if enough():
+                    return useful
                 prompts = [c.prompt(head) for c in part]
                 lengths = [c.turns[c.at].length for c in part]
                 for c, prompt, ids, n in zip(part, prompts, generate(prompts, lengths), lengths, strict=True):

@@ -37,7 +37,7 @@ from envace_jax.sampling.engine import Engine, EngineConfig, Request, SamplingPa
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from conversations import ACT, REHEARSE, Conversation, Turn, in_order, save  # noqa: E402
+from conversations import ACT, LONGEST_SIDE, REHEARSE, Conversation, Turn, in_order, save  # noqa: E402
 from rollout_episodes import controls, drafts  # noqa: E402
 
 
@@ -221,7 +221,7 @@ def transformers_side(folder: Path, head: tuple[int, ...], conversations: list[C
             return model.generate(ids, attention_mask=mask, **sampled)[:, width:].tolist()
 
     began = time.perf_counter()
-    useful = in_order((head, conversations), generate)
+    useful = in_order((head, conversations), generate, enough=lambda: time.perf_counter() - began > LONGEST_SIDE)
     return Result("transformers", time.perf_counter() - began, useful, {})
 
 

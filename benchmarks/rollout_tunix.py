@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from conversations import in_order, limits, load
+from conversations import LONGEST_SIDE, in_order, limits, load
 from jax.sharding import Mesh
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig
@@ -93,7 +93,7 @@ def main() -> None:
 
     compiling = Compiling()
     began = time.perf_counter()
-    useful = in_order(played, generate)
+    useful = in_order(played, generate, enough=lambda: time.perf_counter() - began > LONGEST_SIDE)
     seconds = time.perf_counter() - began - compiling.seconds
     print(json.dumps({"seconds": seconds, "useful_tokens": useful, "compile_seconds": compiling.seconds}))
 

@@ -131,7 +131,7 @@ def checks(records: Sequence[Mapping[str, Any]], changed: bool) -> list[tuple[st
 
 
 def before_and_after(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
-    """The first and the last evaluation of a run."""
+    """The evaluation before training, empty where there was none, and the last one."""
     found = [r for r in records if any(name.startswith("eval/") for name in r)]
     if not found:
         return {}, {}
@@ -139,7 +139,7 @@ def before_and_after(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, fl
     def figures(record: Mapping[str, Any]) -> dict[str, float]:
         return {k.removeprefix("eval/"): v for k, v in record.items() if k.startswith("eval/") and v is not None}
 
-    return figures(found[0]), figures(found[-1])
+    return figures(found[0]) if found[0]["step"] == 0 else {}, figures(found[-1])
 
 
 def summary_lines(run_dir: Path, changed: bool) -> tuple[list[str], list[str]]:
@@ -154,8 +154,9 @@ def summary_lines(run_dir: Path, changed: bool) -> tuple[list[str], list[str]]:
         lines.append(f"reward in training: {first:.3f} (first {k} steps) -> {last:.3f} (last {k} steps)")
     before, after = before_and_after(records)
     for name, title in HEADLINES:
-        if name in before and name in after:
-            lines.append(f"held-out {title}: {before[name]:.3f} before, {after[name]:.3f} after")
+        if name in after:
+            first = f"{before[name]:.3f} before, " if name in before else ""
+            lines.append(f"held-out {title}: {first}{after[name]:.3f} after")
     found = checks(records, changed)
     lines += [f"check {'ok    ' if holds else 'FAILED'} {text}" for text, holds in found]
     return lines, [text for text, holds in found if not holds]
