@@ -116,8 +116,7 @@ def merge(
         if rows_B is None:
             update = lambda w, p, s: jax.lax.dynamic_update_slice(w, p, (0, s, 0))  # noqa: E731
             return jax.vmap(update)(whole, part, starts_B)
-        positions_BxC = starts_B[:, None] + jnp.arange(part.shape[2])[None]
-        return whole.at[rows_B[:, None], :, positions_BxC].set(jnp.swapaxes(part, 1, 2), mode="drop")
+        return _scatter_in(whole, part, rows_B, starts_B)
 
     def stacked(whole: jax.Array, part: jax.Array) -> jax.Array:
         # Unrolled on purpose: as a loop it crashes libtpu, and a scatter is slow there.
@@ -127,6 +126,15 @@ def merge(
         return whole
 
     return jax.tree.map(stacked if main.stacked else rows, main, buffer)
+
+
+def _scatter_in(
+    whole_BxKxTxDh: jax.Array, part_RxKxPxDh: jax.Array, rows_R: jax.Array, starts_R: jax.Array
+) -> jax.Array:
+    """Writes a window into each of R rows of one layer; what lies out of range is not written."""
+    positions_RxP = starts_R[:, None] + jnp.arange(part_RxKxPxDh.shape[2])[None]
+    moved = jnp.swapaxes(part_RxKxPxDh, 1, 2)  # [R, P, K, Dh], as advanced indexing lays it out
+    return whole_BxKxTxDh.at[rows_R[:, None], :, positions_RxP].set(moved, mode="drop")
 
 
 def _slide_in(
@@ -157,14 +165,11 @@ def write_windows(
     starts_R: jax.Array,
 ) -> KVCache:
     """Writes one layer's window of P positions into R rows; a row index out of range writes nothing."""
-    positions_RxP = starts_R[:, None] + jnp.arange(k_RxKxPxDh.shape[-2])[None]
-    where = (rows_R[:, None], slice(None), positions_RxP)
 
     def one(whole: Any, part: jax.Array) -> Any:
         if not isinstance(whole, tuple):
             return _slide_in(whole, layer, part, rows_R, starts_R)
-        moved = jnp.swapaxes(part, 1, 2)  # [R, P, K, Dh], as advanced indexing lays it out
-        return whole[:layer] + (whole[layer].at[where].set(moved, mode="drop"),) + whole[layer + 1 :]
+        return whole[:layer] + (_scatter_in(whole[layer], part, rows_R, starts_R),) + whole[layer + 1 :]
 
     return KVCache(one(cache.k, k_RxKxPxDh), one(cache.v, v_RxKxPxDh))
 
